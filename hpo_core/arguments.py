@@ -13,7 +13,7 @@ import torch
 
 from .checks import check, examined, is_traced, require_type
 
-__all__ = ["check_member", "check_numbers", "constant", "constants", "examines"]
+__all__ = ["check_member", "check_numbers", "constant", "constants", "examines", "is_finite"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
@@ -110,6 +110,8 @@ _INSTANCES = (
     *("Expected", "RatioGate"),
 )
 
+_LARGEST = torch.finfo(torch.float32).max
+
 # A bool is a number in Python, but not an argument here.
 _NUMBERS: dict[str, type] = {"float": numbers.Real, "int": numbers.Integral}
 _NAMES = {"float": "a number", "int": "an integer"}
@@ -133,6 +135,11 @@ def check_numbers(name: str, *values: Any) -> None:
     for value in values:
         each = value if isinstance(value, tuple) else (value,)
         require_type(all(_is_number("float", one) for one in each), "{}: expected numbers, got {!r}", name, value)
+
+
+def is_finite(number: float) -> bool:
+    """As kernels have it, in float32."""
+    return abs(number) <= _LARGEST
 
 
 def check_member(name: str, value: Any, kind: type[enum.Enum], or_none: bool = False) -> None:

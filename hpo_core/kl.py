@@ -8,10 +8,9 @@ http://joschu.net/blog/kl-approx.html.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from .arguments import check_member, check_numbers, examines
+from .arguments import check_member, check_numbers, examines, is_finite
 from .checks import check, require_type
 from .specs import KLEstimator, KLGradient
 
@@ -36,7 +35,7 @@ class KLPenalty:
         check_member("estimator", self.estimator, KLEstimator)
         check_member("gradient", self.gradient, KLGradient)
         check_numbers("beta", self.beta)
-        check(math.isfinite(self.beta), "beta: expected a finite number, got {}", self.beta)
+        check(is_finite(self.beta), "beta: expected a number that is finite in float32, got {}", self.beta)
 
 
 def _penalty(estimator: KLEstimator, beta: float, gradient: str) -> KLPenalty:

@@ -163,12 +163,12 @@ def policy_loss_and_grad(
     >>> out.grad
     tensor([-0.5000, -0.5000])
     """
+    prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
+    inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
     check(
-        "tokens" not in options.get("report", ()),
+        not wants_tokens,
         "report: expected 'levels' or 'corrections', got 'tokens'; policy_loss returns the losses of tokens",
     )
-    prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
-    inputs, spec, exchange, corrections, _, wants_levels = prepared
     backend, process_group = options.get("backend"), options.get("process_group")
     if is_reference(inputs.logp, backend):
         # Tensors of inference mode cannot be saved for a backward; copies of them can.

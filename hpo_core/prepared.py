@@ -93,7 +93,8 @@ def prepare(
     require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
     wants_tokens = wants_levels = wants_corrections = False
     if report:
-        wants_tokens, wants_levels, wants_corrections = _reported(report)
+        # A generator has its names only once.
+        wants_tokens, wants_levels, wants_corrections = _reported(report if isinstance(report, str) else tuple(report))
     chosen = None
     if selection is not None:
         chosen, gate_inputs = checked_selection(selection, window is not None, kl, gate_inputs)
@@ -226,7 +227,7 @@ def prepare(
     return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels)
 
 
-def _reported(report: Report) -> tuple[bool, bool, bool]:
+def _reported(report: Collection[str]) -> tuple[bool, bool, bool]:
     known = ("tokens", "levels", "corrections")
     check(
         not isinstance(report, str) and all(each in known for each in report),
@@ -263,7 +264,7 @@ def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
         )
         check(
             gate.takes_bounds or all(bound is None for bound in bounds),
-            "bounds: the gate {!r} has no token clip for them to replace; use ppo_clip, dapo or cispo",
+            "bounds: the gate {!r} has no token clip with bounds for them to replace; use ppo_clip, dapo or cispo",
             gate.name,
         )
     check(target is None or gate.takes_target, "target: the gate {!r} takes none; drop it", gate.name)

@@ -41,15 +41,19 @@ def exchange_of(
     Raises:
         ValueError, TypeError: nothing spans ranks, or aggregates that do not fit the levels of ``spec``.
     """
-    asked = "report" if aggregates is None else "aggregates"
+    asked, reason = "report", "'levels' is made of what segments add up of their tokens"
+    if process_group is not None or aggregates is not None:
+        asked = "aggregates" if process_group is None else "process_group"
+        reason = "which of them lie elsewhere, too, no process knows"
     for level in spec.levels:
         check(
             level.aggregate is not Aggregate.BALANCED,
-            "{}: the level {!r} of the gate {!r} counts segments, and which of them lie elsewhere, too, no process "
-            "knows; take another aggregate than Aggregate.BALANCED",
-            asked if process_group is None else "process_group",
+            "{}: the level {!r} of the gate {!r} counts segments, and {}; take another aggregate than "
+            "Aggregate.BALANCED",
+            asked,
             level.unit.name.lower(),
             gate,
+            reason,
         )
     units = tuple(level.unit for level in spec.levels)
     span = None

@@ -65,6 +65,20 @@ def test_every_constructor_is_tested_and_needs_no_argument():
             lambda: gates.aspo(ratio_dual=0.5),
             "ratio_dual: expected a factor >= 1",
         ),  # at r = 1 it would scale the gradient
+        *(
+            (make, "finite in float32, got .*1e\\+39")
+            for make in (
+                lambda: hpo.kl.k3(1e39),
+                lambda: gates.ppo_penalty(1e39),
+                lambda: RatioGate("x", gates.Identity(), head=gates.Head.LOG, head_numbers=(0.0, 1e39)),
+                lambda: RatioGate("x", gates.Identity(), advantage_weights=(1.0, -1e39)),
+                lambda: gates.Clip(weight_high=(1.0, 1e39)),
+                lambda: gates.Rollback((0.1, 1e39)),
+                lambda: gates.Tanh(1e39),
+                lambda: gates.Gamma((1.0, 1e39), (1.0, 1.0)),
+                lambda: gates.Excess(1e39),
+            )
+        ),
         (lambda: RatioGate("x", gates.Identity(), head=gates.Head.FLIPPED, head_numbers=(1.0, 0.9)), "at least"),
         (lambda: gates.spo(1e-5), "at least"),  # |w A| r^2 / epsilon would overflow
         (lambda: gates.nft(0.0), "at least"),  # R is 0 or less where r > 1 / q
@@ -395,6 +409,8 @@ def test_gbpo_target_by_hand():
     relative = (group - 1.5) / (group.std() + 1e-6)
     torch.testing.assert_close(target[[0, 1, 3, 4]], 0.8 + 0.4 * torch.sigmoid(relative))
     torch.testing.assert_close(target[2], 0.8 + 0.4 * torch.sigmoid(torch.tensor(3.0)))
+    in_none = gates.gbpo_target(scores, torch.tensor([-1, -1, 9, -7, -1], dtype=torch.int32)).target
+    torch.testing.assert_close(in_none, 0.8 + 0.4 * torch.sigmoid(scores))
 
 
 def test_rec_ring_mask_by_hand():

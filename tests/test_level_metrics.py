@@ -451,6 +451,9 @@ def test_errors():
             ValueError, match=f"^report: 'levels' is for a gate with levels, got '{gate.name}'.*drop it"
         ):
             example.run(gate, "cpu", report=("levels",))
+    narrow = Level(Identity(), aggregate=Aggregate.MEAN), Level(Identity(), unit=GROUP, aggregate=Aggregate.BALANCED)
+    with pytest.raises(ValueError, match=r"^report: the level 'group' .* counts segments, and 'levels' is made of"):
+        example.run(RatioGate("balanced", Identity(), narrow), "cpu", report=("levels",))
     with pytest.raises(ValueError, match=r"^report: only eager calls know it"), OnDevice():
         example.run(GATES["fiberpo"], "cpu", report=("levels",))
     found, other = (

@@ -157,6 +157,16 @@ def test_tokens(example, backend):
         torch.testing.assert_close((one_per_token(example, weights) * weighted.tokens).sum(), weighted.loss)
 
 
+def test_a_report_may_be_asked_for_by_a_generator():
+    logp, batch = torch.zeros(2), hpo.PackedBatch.from_lengths([2])
+    out = hpo.policy_loss(
+        logp, None, torch.ones(1), batch, gates.gspo(), report=(name for name in ("tokens", "levels"))
+    )
+    assert out.tokens is not None and out.levels is not None
+    with pytest.raises(ValueError, match="report: expected 'levels' or 'corrections', got 'tokens'"):
+        hpo.policy_loss_and_grad(logp, None, torch.ones(1), batch, report=(name for name in ("tokens",)))
+
+
 # ---------------------------------------------------------------------------------------------------------- shapes
 
 
@@ -362,6 +372,11 @@ def error_cases():
             {"gate_inputs": given(bounds=(logp, None)), "gate": gates.gspo()},
             ValueError,
             "bounds: the gate 'gspo' has no token clip",
+        ),
+        (
+            {"gate_inputs": given(bounds=(logp, logp)), "gate": gates.RatioGate("open", gates.Clip())},
+            ValueError,
+            "bounds: the gate 'open' has no token clip with bounds for them to replace",
         ),
         # penalty
         ({"kl": kl.k3(0.1)}, ValueError, "kl: ref_logp and kl go together, got only kl"),

@@ -320,7 +320,7 @@ def gbpo_target(
     the group.
 
     Args:
-        scores: ``[S]``. group_ids: ``[S]`` integers; None: one group.
+        scores: ``[S]``. group_ids: ``[S]`` integers; a negative one means none: a group of one. None: one group.
         eps_low, eps_high, temperature: 0.2, 0.2 and 1, the code's. A group of one has median 0 and std 1, as there.
 
     >>> gbpo_target(torch.tensor([0.0, 1.0, 2.0])).target
@@ -330,7 +330,7 @@ def gbpo_target(
     check_dtype("scores", scores, _NUMBERS, "use scores.float()")
     x = scores.double()
     ids = torch.zeros(x.shape, dtype=torch.int64, device=x.device) if group_ids is None else group_ids
-    group, _, _ = renumber(ids)
+    group, _, _ = renumber(torch.where(ids < 0, -1 - torch.arange(ids.numel(), device=ids.device), ids))
     zeros = x.new_zeros(x.numel())
     size = zeros.index_add(0, group, torch.ones_like(x))
     mean = zeros.index_add(0, group, x) / size.clamp(min=1)

@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import MISSING, dataclass, fields
 
-from ..arguments import check_member, check_numbers
+from ..arguments import check_member, check_numbers, is_finite
 from ..checks import check, require_type
 from ..specs import Action, Aggregate, CorrectionSpec, LevelKind, LevelSpec, Reduction, Routing, Statistic, Unit
 
@@ -110,8 +110,8 @@ class Clip(Short):
             check_pair(f"clip: {name}", getattr(self, name))
         beyond = (*self.slope_low, *self.slope_high, *self.weight_low, *self.weight_high)
         check(
-            all(math.isfinite(number) for number in beyond),
-            "clip: expected finite slopes and weights beyond the bounds, got {}",
+            all(is_finite(number) for number in beyond),
+            "clip: expected slopes and weights beyond the bounds that are finite in float32, got {}",
             beyond,
         )
         for low, high in zip(self.low, self.high, strict=True):
@@ -162,7 +162,11 @@ class Rollback(Short):
     def __post_init__(self) -> None:
         check_pair("budgets", self.budgets)
         for budget in self.budgets:
-            check(0 <= budget < math.inf, "budgets: expected finite log-ratios >= 0, got {}", self.budgets)
+            check(
+                budget >= 0 and is_finite(budget),
+                "budgets: expected log-ratios >= 0 that are finite in float32, got {}",
+                self.budgets,
+            )
         check(self.slope is None or self.slope >= 0, "slope: expected a number >= 0 or None, got {}", self.slope)
         check(self.most > 0, "most: expected a number > 0, got {}", self.most)
         check(self.slope is None or self.most == math.inf, "most: bounds the number of tokens; drop slope= or most=")
@@ -176,7 +180,11 @@ class Tanh(Short):
 
     def __post_init__(self) -> None:
         check_numbers("bound", self.bound)
-        check(0 < self.bound < math.inf, "bound: expected a finite log-ratio > 0, got {}", self.bound)
+        check(
+            self.bound > 0 and is_finite(self.bound),
+            "bound: expected a log-ratio > 0 that is finite in float32, got {}",
+            self.bound,
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -193,7 +201,12 @@ class Gamma(Short):
         check_pair("gamma: k", self.k)
         check_pair("gamma: lam", self.lam)
         for number in (*self.k, *self.lam):
-            check(0 <= number < math.inf, "gamma: expected finite numbers >= 0, got k {} and lam {}", self.k, self.lam)
+            check(
+                number >= 0 and is_finite(number),
+                "gamma: expected numbers >= 0 that are finite in float32, got k {} and lam {}",
+                self.k,
+                self.lam,
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -206,7 +219,11 @@ class Excess(Short):
 
     def __post_init__(self) -> None:
         check_numbers("budget", self.budget)
-        check(0 <= self.budget < math.inf, "budget: expected a finite number >= 0, got {}", self.budget)
+        check(
+            self.budget >= 0 and is_finite(self.budget),
+            "budget: expected a number >= 0 that is finite in float32, got {}",
+            self.budget,
+        )
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import check_member
+from ..arguments import check_member, is_finite
 from ..checks import check, require_type
 from ..kl import KLPenalty
 from ..specs import Aggregate, Head, Penalty, PolicyLossSpec, Provenance, Routing, TermSpec, TokenGate, Unit
@@ -237,14 +237,14 @@ class RatioGate(Short):
             self.head_numbers,
         )
         check(
-            all(0 <= number < math.inf for number in (*self.head_numbers, self.penalty_coefficient)),
-            "head_numbers, penalty_coefficient: expected finite numbers >= 0, got {} and {}",
+            all(number >= 0 and is_finite(number) for number in (*self.head_numbers, self.penalty_coefficient)),
+            "head_numbers, penalty_coefficient: expected numbers >= 0 that are finite in float32, got {} and {}",
             self.head_numbers,
             self.penalty_coefficient,
         )
         check(
-            all(math.isfinite(number) for number in self.advantage_weights),
-            "advantage_weights: expected finite numbers, got {}",
+            all(is_finite(number) for number in self.advantage_weights),
+            "advantage_weights: expected numbers that are finite in float32, got {}",
             self.advantage_weights,
         )
         check(
@@ -296,8 +296,8 @@ class RatioGate(Short):
 
     @property
     def takes_bounds(self) -> bool:
-        """Whether per-token ``bounds`` can replace this gate's."""
-        return isinstance(self.token, Clip)
+        """Whether per-token ``bounds`` can replace some of this gate's."""
+        return any((*self._spec.low_driven, *self._spec.high_driven))
 
     def spec(self, kl: KLPenalty | None = None, strict: bool = False) -> PolicyLossSpec:
         """The gate, a KL penalty and the window's comparison, as kernels take them."""

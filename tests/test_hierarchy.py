@@ -227,6 +227,18 @@ def test_borders_of_a_rollback(slope, native_backends):
             assert out.grad.tolist() == pytest.approx([-slope_there * ratio] * 2), (backend, u)
 
 
+@pytest.mark.parametrize("slope", [1e29, 1e32, 1e300, math.inf])
+def test_a_steep_rollback_is_0_beyond_its_budget(slope, native_backends):
+    gate = RatioGate("x", Drop(), (Level(Rollback((0.01, 0.01), slope)),))
+    for backend in ("reference", *native_backends):
+        dtype = torch.float64 if backend == "reference" else torch.float32
+        old = torch.full((2,), -1.0, dtype=dtype, device=testing.device_of(backend))
+        batch = hpo.PackedBatch.from_lengths([2]).to(old.device)
+        for u in (0.0100001, 0.25, -0.25):
+            out = hpo.policy_loss_and_grad(old + u, old, old.new_ones(1), batch, gate, backend=backend)
+            assert out.loss == -1 and not out.grad.any(), (backend, u)
+
+
 def test_an_empty_step_of_no_row(native_backends):
     none = torch.zeros(0)
     ids = {f"{name}_ids": torch.zeros(0, dtype=torch.int64) for name in ("trajectory", "group", "domain")}

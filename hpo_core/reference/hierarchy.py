@@ -192,8 +192,9 @@ def _gate_level(
         return clip(u, low, high)
     if level.gate is LevelKind.ROLLBACK:
         slope = count.clamp(max=-level.slope) if level.slope < 0 else torch.full_like(u, level.slope)
-        size = u.abs()
-        back = torch.where(slope.isinf(), -torch.ones_like(u), (slope + 1) * high - slope.clamp(max=1e30) * size)
+        size, at_once = u.abs(), slope.isinf()
+        slope = slope.masked_fill(at_once, 1.0)  # infinity times the derivative 0 would be NaN
+        back = torch.where(at_once, -torch.ones_like(u), (slope + 1) * high - slope * size)
         back = torch.where(slope == 0, high, back)  # a clip: no zone to roll back in
         # The end of the zone has the slope of what is 0, where level metrics count it; a clamp would keep the other.
         rolled = torch.where(size <= high, u, torch.sign(u) * torch.where(back > 0, back, torch.zeros_like(u)))

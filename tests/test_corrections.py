@@ -92,6 +92,17 @@ def test_statistics_reach_as_far_as_they_say(statistic, native_backends):
             assert lies_at(backend, PAIRS, value, statistic, Unit.TRAJECTORY, reduction), (backend, reduction)
 
 
+@pytest.mark.parametrize("statistic", Statistic)
+def test_a_token_without_a_log_ratio_has_no_statistic(statistic, native_backends):
+    """Nor is a probability of 0 under both policies a difference of 0: no such token was sampled."""
+    pairs = [(-INF, -INF), (math.nan, -1.0), (-1.0, -1.1)]
+    value = measured(statistic, *pairs[2])
+    of_row = {"low": (value - 1e-6,) * 2, "high": (value + 1e-6,) * 2, "unit": Unit.TRAJECTORY}
+    for backend, bounds in itertools.product(("reference", *native_backends), ({}, of_row)):
+        found = factors(backend, pairs, Correction(Action.MASK, statistic=statistic, **bounds))
+        assert found[:2].isnan().all() and found[2] == 1, (backend, bounds)
+
+
 def test_far_tokens_do_not_cost_near_ones_their_digits(backend):
     """A mean of K3 is e^20 / n within its rounding, and means of what is near are none of a coarser grid."""
     near = [(-1.0, -1.0 - 0.1 * (k % 7)) for k in range(600)]

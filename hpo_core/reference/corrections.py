@@ -6,8 +6,9 @@ For token t with ``u_t = first_t - second_t``, ``p = e^first`` and ``q = e^secon
     v      = v_t, or its mean, sum, minimum or maximum over the valid tokens of t's segment
     factor = 1 or e^v where low <= v <= high, else 0;   or e^clamp(v, low, high)       |v| <= 20 in exponents
 
-A token whose statistic is NaN is in no segment, and its factor is NaN: the loss counts it and leaves it out. Masked
-tokens and tokens outside all leaves get 1. The result is the factor times ``token_weight``.
+A token whose u is NaN, as that of two equal infinities, has no statistic: it is in no segment, and its factor is NaN,
+with which the loss counts it and leaves it out. Masked tokens and tokens outside all leaves get 1. The result is the
+factor times ``token_weight``.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _statistic(statistic: Statistic, first: torch.Tensor, second: torch.Tensor) 
         u = u.clamp(-EXPONENT, EXPONENT)
         return torch.exp(u) - 1 - u
     if statistic is Statistic.PROBABILITY:
-        return p - q
+        return torch.where(u.isnan(), u, p - q)
     other = torch.log((1 - q + GUARD) / (1 - p + GUARD))
     return torch.sign(p - q) * (-q * u + (1 - q) * other)
 

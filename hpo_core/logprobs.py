@@ -63,8 +63,8 @@ def token_logprobs(
     float32 for every dtype of the logits, and differentiable in ``logits``. The logits are read once forward and once
     backward; autograd keeps the logits themselves and three numbers per row. Sums are relative to the greatest logit
     and leave it out, so that a token of probability ``1 - 1e-9`` keeps its gradient and its entropy. A logit of -inf
-    marks a token outside the support: it adds nothing, and its gradient is 0. The results of a row depend on that row
-    alone, to the bit.
+    marks a token outside the support: it adds nothing, and its gradient is 0, also where it is the target. The results
+    of a row depend on that row alone, to the bit.
 
     With a ``batch``, logits and tokens lie as the model has them: ``targets`` are the tokens themselves, and the
     results of a token are computed from the logits of the token before it in its row. The first token of each row,

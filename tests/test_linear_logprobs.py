@@ -257,6 +257,11 @@ def test_a_masked_vocabulary(backend):
     for mine, true in zip(got, expected, strict=True):
         assert mine.isfinite().all() and torch.allclose(mine, true, 1e-5, 1e-5)
     assert (got[3][bias.isinf()] == 0).all()
+    targets[targets != IGNORED] = 7  # outside the support: only the others have a gradient
+    got = call(hidden, weight, targets, a, b, bias=bias, backend=backend, block=BLOCK)
+    expected = call(hidden, weight, targets, a, b, bias=bias, backend="reference")
+    assert all(torch.allclose(mine, true, 1e-5, 1e-5) for mine, true in zip(got, expected, strict=True))
+    assert (got[3][bias.isinf()] == 0).all()
     lost = hpo.linear_token_logprobs(hidden, weight, targets, bias=torch.full_like(bias, -math.inf), backend=backend)
     assert lost.logp[targets != IGNORED].isnan().all() and (lost.logp[targets == IGNORED] == 0).all()
 

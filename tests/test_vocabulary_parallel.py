@@ -26,11 +26,11 @@ def normal(*shape, seed=0, scale=1.0):
 
 
 def data(dtype=torch.float32):
-    """Logits with ties, a confident row, a masked part and masked rows; targets; the gradients of logp and entropy."""
+    """Logits with ties, a confident row, a masked part, target and rows; targets; the gradients of logp and entropy."""
     logits = normal(ROWS, VOCABULARY, scale=3.0)
-    logits[1, 20], logits[2, :25], logits[3, [2, 40]] = 50.0, -math.inf, 9.0
+    logits[1, 20], logits[2, :25], logits[3, [2, 40]], logits[3, 12] = 50.0, -math.inf, 9.0, -math.inf
     targets = torch.randint(0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(1))
-    targets[1], targets[2], targets[4], targets[5] = 20, 30, IGNORED, VOCABULARY
+    targets[1:6] = torch.tensor([20, 30, 12, IGNORED, VOCABULARY])
     logits[4], logits[6, 5], logits[7] = math.nan, math.nan, -math.inf
     return logits.to(dtype), targets, *normal(2, ROWS, seed=2)
 

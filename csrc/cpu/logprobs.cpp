@@ -351,12 +351,11 @@ void backward(const LogprobsBackwardArgs& args, int threads) {
     const float* floor = given.floors ? given.floors + row : nullptr;
     const int64_t column = target_column(given, row);
     const float logit = logit_of_target<Type>(from, column, floor);
-    const bool has_target = column >= 0 && !is_below(Type::widened(from[column]), floor);
     const RowGradient gradient = gradient_of(exponent, upstream, logit);
     const bool has_slope = upstream.entropy != 0.0f;
     if (has_slope) gradients_of_row<Type, true>(from, columns, floor, upstream.top, exponent, gradient, to);
     else gradients_of_row<Type, false>(from, columns, floor, upstream.top, exponent, gradient, to);
-    if (has_target) to[column] = Type::narrowed(gradient.target);
+    if (logit > -kInfinity) to[column] = Type::narrowed(gradient.target);
   });
 }
 

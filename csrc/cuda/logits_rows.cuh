@@ -19,7 +19,7 @@ struct Row {
   int64_t offset;
   Exponent exponent;
   float floor, logit;  // logit: the target's, -inf where it lies in another part or outside the support
-  int64_t column;  // the target's, -1 there
+  int64_t column;  // the target's, -1 in another part
   bool is_read, is_ignored, wide;
 };
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ Row get_row(const LogprobsArgs& args, int64_t index) 
   row.floor = !floor ? -HUGE_VALF : *floor == *floor ? *floor : HUGE_VALF;
   row.column = target_column(args, index);
   row.logit = row.column < 0 ? -HUGE_VALF : logit_at<Type>(args.logits, row.offset + row.column);
-  if (is_below(row.logit, floor)) row.logit = -HUGE_VALF, row.column = -1;
+  if (is_below(row.logit, floor)) row.logit = -HUGE_VALF;
   return row;
 }
 
@@ -250,7 +250,7 @@ __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& ar
       store(whole, step, words);
     });
   __syncthreads();  // the row is written, and all threads have read `shared`
-  if (threadIdx.x == 0 && found.row.is_read && found.row.column >= 0) {
+  if (threadIdx.x == 0 && found.row.is_read && found.row.logit > -HUGE_VALF) {
     const Element target = Element(word_of<Type>(found.gradient.target));
     memcpy(to + found.row.column, &target, sizeof target);
   }

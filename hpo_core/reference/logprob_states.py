@@ -54,7 +54,7 @@ def part_gradient(
     column = torch.arange(rows.first, rows.first + rows.logits.shape[-1], device=rows.logits.device)
     pull = torch.where(p > 0, p * (a + b * (torch.where(p > 0, d, 0.0) + (distance[0] if distance else zeros))), 0.0)
     pull = torch.where(p.isnan(), torch.nan, pull)
-    gradient = (torch.where(column == rows.targets[..., None], a, 0.0) - pull) / _temperature(rows)
+    gradient = (torch.where((column == rows.targets[..., None]) & (d > -torch.inf), a, 0.0) - pull) / _temperature(rows)
     is_counted = (rows.targets != rows.ignore_index)[..., None] & ((a != 0) | (b != 0) | m.isnan())
     return torch.where(is_counted, gradient, 0.0)
 

@@ -27,10 +27,10 @@ def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tens
     ignored = targets == rows.ignore_index
     temperature = rows.temperature if rows.temperatures is None else rows.temperatures.double()[..., None]
     x = torch.where(ignored[..., None], 0.0, logits.double())
+    outside = x == -torch.inf
     if rows.floors is not None:
-        inside = (logits >= rows.floors[..., None]) | logits.isnan() | ignored[..., None]
-        x = torch.where(inside, x, -torch.inf)
-    z = x / temperature
+        outside |= ~((logits >= rows.floors[..., None]) | logits.isnan() | ignored[..., None])
+    z = torch.where(outside, -torch.inf, x) / temperature  # a constant outside the support, so that its gradient is 0
     known = (targets >= 0) & (targets < rows.vocabulary) & torch.isfinite(z.amax(-1))
 
     column = torch.arange(rows.vocabulary, device=z.device)
@@ -44,10 +44,10 @@ def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tens
     distance = spread / (1 + others)
     squares = (1 + e.square().sum(-1)) / (1 + others).square()
     statistics = (x.gather(-1, top).squeeze(-1), others, distance, squares)
-    undefined = torch.where(known, 1.0, torch.nan)  # a factor, so that gradients become NaN, too
+    undefined = x.sum(-1) * torch.where(known, 1.0, torch.nan)  # of every logit, so that their gradients are NaN, too
 
     def result(values: torch.Tensor) -> torch.Tensor:
-        return torch.where(ignored, 0.0, values * undefined).to(dtype)
+        return torch.where(ignored, 0.0, torch.where(known, values, undefined)).to(dtype)
 
     entropy = result(torch.log1p(others) + distance) if kept > 2 else None
     return result(logp), entropy, torch.stack([result(each.detach()).flatten() for each in statistics[:kept]])

@@ -157,15 +157,12 @@ def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, EVICTION: tl.
 
 @triton.jit
 def load_target(row, column):
-    """The target's logit, and whether it has a gradient. A target in another part of the vocabulary or below the floor
-    has a logit of -inf and no gradient."""
+    """The target's logit, -inf where it lies in another part of the vocabulary or outside the support."""
     here = (column >= 0) & (column < row.columns)
     logit = tl.load(row.pointer + column, mask=here, other=float("-inf")).to(tl.float32)
     if row.floor is not None:
-        below = _is_below(logit, row.floor)
-        logit = tl.where(below, float("-inf"), logit)
-        here = here & (below == False)  # noqa: E712
-    return logit, here
+        logit = tl.where(_is_below(logit, row.floor), float("-inf"), logit)
+    return logit
 
 
 # ---------------------------------------------------------------------------------------------------------- forward
@@ -324,18 +321,18 @@ def _step_back(
 
 @triton.jit
 def write_gradient(
-    row, to, top, gradient, target, has_gradient,
+    row, to, top, gradient, target, logit,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY,
 ):  # fmt: skip
-    """``target``: the column of the target, whose logit was read before, with a barrier between: the gradient may take
-    the place of the logits."""
+    """``target``: the column of the target, whose ``logit`` was read before, with a barrier between: the gradient may
+    take the place of the logits."""
     whole = row.columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         _step_back(row, to, start, top, gradient, True, ALIGNED, BLOCK, EVICTION)
     if whole < row.columns:
         _step_back(row, to, whole, top, gradient, False, ALIGNED, BLOCK, EVICTION)
     tl.debug_barrier()
-    tl.store(to + target, gradient.target.to(to.dtype.element_ty), mask=has_gradient)
+    tl.store(to + target, gradient.target.to(to.dtype.element_ty), mask=logit > float("-inf"))
 
 
 @triton.jit

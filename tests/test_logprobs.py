@@ -241,6 +241,14 @@ def test_an_undefined_row_is_nan_and_alone(wrong, backend):
         assert mine[1].isnan().all() and torch.equal(mine[::2], alone[::2])
 
 
+@both
+def test_a_vocabulary_of_one_token(backend):
+    """Whose gradient is 0, and NaN where the row is undefined."""
+    logits = torch.tensor([[2.0], [math.nan], [math.inf], [-math.inf], [2.0]])
+    for mine in call(logits, torch.tensor([0, 0, 0, 0, 1]), backend=backend):
+        assert mine.flatten()[0] == 0 and mine.flatten()[1:].isnan().all()
+
+
 # --------------------------------------------------------------------------------------------------------- ignored rows
 
 
@@ -284,6 +292,20 @@ def test_a_temperature_for_each_token(backend):
     wide = call(logits, targets, temperature.double(), backend=backend)
     half = call(logits, targets, temperature.to(torch.bfloat16).expand(2, 3), backend=backend)
     assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(got, wide, half, strict=True))
+
+
+@crossed(BOTH, temperature=(1e-10, 1e-20, 1e-30, 3e-36))
+def test_a_temperature_near_0(temperature, backend):
+    """Of logits as near to each other, and of others, which leave all to the greatest: the square of 1 / temperature is
+    beyond float32."""
+    ones = torch.ones(2)
+    logits = torch.tensor([[0.0, 0.5, -1.0, 0.25], [-3.0, 1.5, -2.0, 1.5]]).double()
+    logits[0] *= temperature
+    given = logits.float(), torch.tensor([1, 2]), temperature, (0 * ones, ones)
+    logp, entropy, grad = call(*given, backend=backend)
+    true = exact(*given)
+    assert torch.allclose(entropy.double(), true[1], 1e-6) and logp.isfinite().all()
+    assert torch.allclose(grad.double() * temperature, true[2] * temperature, 1e-5, 1e-7)
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, 1e-40, 0, -2])

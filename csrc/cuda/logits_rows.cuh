@@ -209,7 +209,8 @@ __device__ __forceinline__ void differentiate(const GradientRow& found, unsigned
 #pragma unroll
     for (int lane = 0; lane < Type::kLanes; ++lane) {
       const float x = Type::lane(word, lane), delta = x - found.top;
-      const float gradient = Type::exp(exponent, delta) * fused(found.gradient.slope, delta, found.gradient.constant);
+      const float gradient =
+          Type::exp(exponent, delta) * fused(found.gradient.slope, delta * exponent.high, found.gradient.constant);
       lanes[lane] = delta >= exponent.least && (!kFloored || x >= found.row.floor) ? gradient : 0.0f;
     }
     word = Type::pack(lanes);

@@ -282,7 +282,8 @@ def row_result(
 
 
 class Gradient(NamedTuple):
-    """The gradient of every logit but the target's is e^(delta / temperature) (constant + slope delta)."""
+    """The gradient of every logit but the target's is e^(delta / temperature) (constant + slope (delta high)): a slope
+    along delta itself would hold 1 / temperature twice, and overflow."""
 
     constant: tl.tensor
     slope: tl.tensor
@@ -302,7 +303,7 @@ def gradient_of(exponent, top, others, distance, logit, a, b):
     along = tl.where(own == 0.0, 0.0, own * (delta * exponent.inverse + distance))
     return Gradient(
         (-(a + b * distance) * exponent.inverse * p).to(tl.float32),
-        (-b * exponent.inverse * exponent.inverse * p).to(tl.float32),
+        (-b * exponent.inverse * (exponent.inverse / exponent.high.to(tl.float64)) * p).to(tl.float32),
         ((a * rest - b * along) * exponent.inverse).to(tl.float32),
     )
 
@@ -314,7 +315,7 @@ def _step_back(
 ):  # fmt: skip
     column = start + tl.arange(0, BLOCK)
     delta = _load(row, column, WHOLE, ALIGNED, EVICTION) - top
-    value = _exp2_of(row.exponent, delta) * tl.fma(delta, gradient.slope, gradient.constant)
+    value = _exp2_of(row.exponent, delta) * tl.fma(delta * row.exponent.high, gradient.slope, gradient.constant)
     value = tl.where(delta < row.exponent.least, 0.0, value)  # it is NaN for a delta of -inf
     store(to, column, value.to(to.dtype.element_ty), row.columns, WHOLE, ALIGNED, EVICTION)
 

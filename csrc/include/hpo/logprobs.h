@@ -161,7 +161,8 @@ struct RowUpstream {
   HPO_INLINE bool is_zero() const { return logp == 0.0f && entropy == 0.0f && is_defined(); }
 };
 
-// The gradient of every logit but the target's is e^(delta / temperature) (constant + slope delta).
+// The gradient of every logit but the target's is e^(delta / temperature) (constant + slope (delta high)): a slope along delta
+// itself would hold 1 / temperature twice, and overflow.
 struct RowGradient {
   float constant, slope, target;
 };
@@ -178,7 +179,7 @@ HPO_INLINE RowGradient gradient_of(const Exponent& exponent, const RowUpstream& 
   const double along = own == 0.0 ? 0.0 : own * (delta * exponent.inverse + distance);
   RowGradient gradient;
   gradient.constant = float(-(a + b * distance) * exponent.inverse * p);
-  gradient.slope = float(-b * exponent.inverse * exponent.inverse * p);
+  gradient.slope = float(-b * exponent.inverse * (exponent.inverse / double(exponent.high)) * p);
   gradient.target = float((a * rest - b * along) * exponent.inverse);
   return gradient;
 }

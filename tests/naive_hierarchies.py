@@ -101,7 +101,7 @@ def hbpo(u, code=False):
     f1 = 4 * np.cos(pi * n / 8192) - np.abs(n - b) / 4096
     f2 = 4 * np.cos(pi * b / 8192)
     reward = np.minimum(f1, f2) if code else np.where(n <= b, f2, f1)
-    reward = np.where(u.flag & (n <= 4096), reward, 0.0)
+    reward = np.where(u.flag & (n <= (4096 if code else np.maximum(b, 4096))), reward, 0.0)
     out = z(reward, ids(u.group))
     for places in groups_of(pairs(ids(u.group), ids(u.other))).values():
         for place in places:

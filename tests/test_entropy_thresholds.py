@@ -119,6 +119,10 @@ def test_difficulty_and_targets():
     state = E.ares_targets(counts, levels, E.AresTargets.start(), ids, compat="code")
     close(state.target[[0, 2]], [6, 2])
     close(state.alpha, [0.475, 0.5, 0.48])
+    # A response without a number is none of its prompt's, which weighs what any other does.
+    missing, prompts = torch.tensor([4.0, math.nan, 10.0]), torch.tensor([0, 0, 1])
+    given = missing, torch.zeros(3, dtype=torch.int64), E.AresTargets.start()
+    assert E.ares_targets(*given, prompts, compat="code").target[0] == 7
     moved = E.ares_targets(counts, levels, E.AresTargets(torch.tensor([1.0, 9, 2.4]), state.alpha), memory=0.75)
     close(moved.target, [2, 9, 2.4])
 

@@ -186,6 +186,10 @@ def test_w7_hbpo(backend):
     rewards = t(3.923141, 3.669378, 3.695518, 0, 2.222281, 1.524755)
     inside = A.hbpo(*given, **b) - A.grpo(rewards, given[3], **b)
     close(inside, [-0.126881, -0.126881, -1.847759, -1.847759, -0.348763, -0.348763], 3e-6)
+    # A budget above L: R is f2(8192) = -4 within, f2(512) beside it, and 0 beyond both.
+    beyond = t(5000.0, 100, 9000), t(True, True, True), t(8192.0, 512, 8192), t(0, 0, 0)
+    inter = A.grpo(t(-4.0, 3.923141, 0), beyond[3], **b)
+    close(A.hbpo(*beyond, **b), (inter + t(2.0, 0, 2)).tolist(), 3e-6)
 
 
 def test_w8_w9_several(backend):

@@ -333,6 +333,16 @@ def test_d3s_samples_of_one_group_do_not_depend_on_the_numbers_of_another(scale)
         assert together[:3].tolist() == advantages.d3s_samples(other / scale, None, k).tolist()
 
 
+def test_d3s_samples_of_a_group_are_the_same_among_many_others():
+    rewards = torch.randint(0, 5, (20_000, 10), generator=torch.Generator().manual_seed(7)).float()
+    ids = torch.arange(20_000).repeat_interleave(10)
+    together = advantages.d3s_samples(rewards.flatten(), ids, 5).view_as(rewards)
+    alone = [
+        advantages.d3s_samples(some.flatten(), ids[: some.numel()], 5).view_as(some) for some in rewards.split(100)
+    ]
+    assert torch.equal(together, torch.cat(alone))
+
+
 def test_a_selection_leaves_masked_and_unscorable_units_out():
     values, keep = torch.tensor([0.0, 1.0, math.nan, 2.0]), torch.tensor([True, True, True, False])
     assert advantages.d3s_samples(values, None, 2, mask=keep).tolist() == [True, True, False, False]
@@ -429,6 +439,7 @@ def test_de_grpo_pairs_that_are_not_visited_and_prompts_that_are_not_there_are_e
 def test_a_reward_that_is_none_leaves_the_tracker_as_it_is(nothing):
     tracker = advantages.BetaTracker.start(torch.tensor([3.0, 2.0, nothing]), 8)
     assert [float(each[2]) for each in tracker] == [0.5, 0.5]
+    assert [each.tolist() for each in advantages.BetaTracker.start(torch.tensor([3.0, 0.0]), 0)] == [[0.5, 0.5]] * 2
     places = torch.tensor([0, 1, -1, 5])
     new = tracker.updated(torch.tensor([nothing, 1, 1, 1]), places, torch.full((4,), 0.01))
     other = tracker.updated(torch.tensor([1.0]), places[1:2], torch.tensor([0.01]))

@@ -37,9 +37,9 @@ class BetaTracker(NamedTuple):
         check_real("successes", successes)
         check(samples >= 0, "samples: expected a count >= 0, got {}", samples)
         check(0 <= least_memory < 1, "least_memory: expected a number in [0, 1), got {}", least_memory)
-        size = 1 / (1 - least_memory) if samples else 1.0
+        size = 1 / (1 - least_memory)
         both = (successes.float(), samples - successes.float())
-        scored = torch.isfinite(both[0])
+        scored = torch.isfinite(both[0]) & (samples > 0)
         return BetaTracker(*(torch.where(scored, size * (each + 0.5) / (samples + 1), 0.5) for each in both))
 
     @property

@@ -297,7 +297,8 @@ def hbpo(
     beyond, within = beta * torch.cos(quarter * n) - alpha * (n - b).abs(), beta * torch.cos(quarter * b)
     reward = torch.minimum(beyond, within) if as_code else torch.where(n <= b, within, beyond)
     scored = scorable(lengths, torch.isfinite(budgets))
-    reward = torch.where(is_correct & (n <= longest), reward, 0.0)
+    most = longest if as_code else b.clamp(min=longest)  # within a budget above L is f2, too
+    reward = torch.where(is_correct & (n <= most), reward, 0.0)
     rewards = as_advantages(torch.where(scored, reward, torch.nan), lengths, backend)
     # Budgets are compared as the bits they are.
     subgroup = dense_ids(group_ids, budgets.float().contiguous().view(torch.int32))

@@ -53,19 +53,23 @@ def d3s_samples(
     groups, rank, size = ordered(advantages, group_ids, mask)
     value = groups.sorted(torch.where(torch.isfinite(advantages), advantages, 0.0)).double()
     begin = torch.arange(value.numel(), device=value.device) - rank
-    last = max(value.numel() - 1, 0)
-    least, greatest = value[begin.clamp(max=last)], value[(begin + size - 1).clamp(0, last)]
-    # Sums go through all groups: the offset and the scale of one cost no other digits.
+    end = begin + size
+
+    def at(place: torch.Tensor) -> torch.Tensor:
+        return value[place.clamp(0, max(value.numel() - 1, 0))]
+
+    least, greatest = at(begin), at(end - 1)
     value = torch.where(greatest > least, (value - least) / (greatest - least), 0.0)
-    sums = [torch.cat([value.new_zeros(1), power.cumsum(0)]) for power in (value, value.square())]
-    best = torch.full_like(value, -1.0)
+    first, second, best = torch.zeros_like(value), torch.zeros_like(value), torch.full_like(value, -1.0)
     lowest = torch.zeros_like(rank)
+    for place in range(k):
+        first, second = first + at(end - 1 - place), second + at(end - 1 - place).square()
     for low in range(k + 1):
-        left, right = begin + torch.clamp(size, max=low), begin + (size - (k - low)).clamp(min=0)
-        first, second = (total[left] - total[begin] + total[begin + size] - total[right] for total in sums)
         variance = second / k - (first / k).square()
         better = variance > best + _ROUNDING
         best, lowest = torch.where(better, variance, best), torch.where(better, low, lowest)
+        joins, leaves = at(begin + low), at(end - k + low)  # one more low unit for the least of the high ones
+        first, second = first + joins - leaves, second + joins.square() - leaves.square()
     chosen = (rank < lowest) | (rank >= size - (k - lowest)) | (size <= k)
     return groups.unsorted(chosen & (groups.chain >= 0))
 

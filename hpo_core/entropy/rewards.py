@@ -115,7 +115,8 @@ def ares_targets(
     with shared_by(process_group):
         if is_code:
             group = statistics(counts, group_ids, backend=backend)
-            values, weights = group.mean.float(), (1 / group.members.clamp(min=1)).float()
+            values = torch.where(torch.isfinite(counts), group.mean.float(), torch.nan)
+            weights = (1 / group.members.clamp(min=1)).float()
         mean, count = _by_difficulty(values, difficulty, weights, backend)
     last, seen = state.target.detach(), count > 0
     if is_code:

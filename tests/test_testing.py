@@ -1,6 +1,7 @@
 """check() on correct and broken kernels, the budget, the generators, and the losses of verl and TRL."""
 
 import functools
+import inspect
 import types
 from fractions import Fraction
 
@@ -200,8 +201,31 @@ def test_estimators_of_rows_and_steps_by_name_and_by_function():
 
     wrong = testing.check(without_steps, "gigpo", examples=20)
     assert "exact" in wrong.broken and "anchor_ids = [" in str(wrong)
-    with pytest.raises(ValueError, match="bind its other inputs"):
+    with pytest.raises(ValueError, match="bind its other inputs with"):
         testing.check(flat, "sgrpo")
+
+
+@pytest.mark.parametrize("name", testing.subjects.ESTIMATORS)
+def test_every_estimator_keeps_its_promises_or_is_refused(name):
+    """Refused are those that take other inputs, several rewards, or give no advantage of each."""
+    estimator = getattr(hpo.advantages, name)
+    _, *second = inspect.signature(estimator).parameters.values()
+    required = [each.name for each in second[1:] if each.default is each.empty]
+    of_units = estimator.level in ("row", "step") and not estimator.multi_reward and second[0].name == "group_ids"
+    if of_units and set(required) <= {"trajectory_ids", "anchor_ids", "lengths"}:
+        testing.check(estimator, name, examples=12).raise_for_broken()
+    else:
+        with pytest.raises(
+            ValueError, match=rf"estimator: expected one of rewards \[S\], .* got {name}\(.*wrap it in a"
+        ):
+            testing.check(estimator, name)
+
+
+def test_a_wrapped_estimator_is_judged_like_any_other():
+    def wrapped(rewards, group_ids, **keywords):
+        return hpo.advantages.dvao(rewards[None], group_ids, **keywords)
+
+    testing.check(wrapped, "advantages", estimator=wrapped, examples=EXAMPLES).raise_for_broken()
 
 
 # ---------------------------------------------------------------------------------------------------- broken kernels
@@ -370,6 +394,7 @@ def test_an_error_beyond_the_budget_is_reported():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite_must_be_met(value):
     one = expected([value], [value], [1.0])
+    assert testing.assert_within_budget("op", torch.tensor([value]), expected([value], [value], [value])) == 0.0
     assert testing.assert_within_budget("op", torch.tensor([value]), one) == 0.0
     with pytest.raises(AssertionError):
         testing.assert_within_budget("op", torch.tensor([0.0]), one)

@@ -64,8 +64,9 @@ def arena(
     tensor([ 1.1619,  0.3873, -0.3873, -1.1619])
     """
     check_units(ranks=ranks, group_ids=group_ids, mask=mask)
-    number = statistics(ranks, group_ids, mask=mask, backend=backend).members
-    worth = as_advantages(1 - ranks.double() / (number - 1).clamp(min=1), ranks, backend)
+    group = statistics(ranks, group_ids, mask=mask, backend=backend)
+    # Relative to the mean: an offset common to the ranks costs no digits of float32.
+    worth = as_advantages((group.mean - ranks.double()) / (group.members - 1).clamp(min=1), ranks, backend)
     return grpo(worth, group_ids, mask=mask, eps=eps, backend=backend)
 
 

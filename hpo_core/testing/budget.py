@@ -61,7 +61,7 @@ def assert_within_budget(op: str, got: torch.Tensor, expected: Expected, region:
     allowed = budget(expected, region)
     same = (got == exact) | (got.isnan() & exact.isnan())
     error = torch.where(same, torch.zeros_like(exact), (got - exact).abs())
-    share = (error / allowed).nan_to_num(nan=math.inf)
+    share = torch.where(same, 0.0, (error / allowed).nan_to_num(nan=math.inf))
     if not bool((share <= 1).all()):
         at = int(share.argmax())
         value, wanted, off, limit, eager = (

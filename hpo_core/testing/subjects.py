@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import advantages, gates, kl
-from ..advantages.terms import accepted_keywords, level_of
+from ..advantages.terms import accepted_keywords, is_multi_reward, level_of, name_of
 from ..batch import PackedBatch
 from ..checks import check as require
 from ..checks import require_type
@@ -204,17 +204,23 @@ def estimator_of(op: str, given: Callable[..., torch.Tensor] | None) -> Callable
 
 def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict[str, Any]) -> Subject:
     """Examples have every input that the estimator needs, and its optional inputs if the kernel takes them."""
+    parameters = list(inspect.signature(like).parameters.items())
     required = [
         name
-        for name, parameter in list(inspect.signature(like).parameters.items())[2:]
+        for name, parameter in parameters[2:]
         if parameter.default is inspect.Parameter.empty and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
     drawn = ("trajectory_ids", "anchor_ids", "lengths")
     require(
-        level_of(like) != "token" and set(required) <= set(drawn),
-        "estimator: expected one of rewards, group_ids and {}, got {}; bind its other inputs with functools.partial",
+        [name for name, _ in parameters[1:2]] == ["group_ids"]
+        and set(required) <= set(drawn)
+        and level_of(like) in ("row", "step")
+        and not is_multi_reward(like),
+        "estimator: expected one of rewards [S], group_ids and {}, with an advantage of each reward, got {}({}); bind "
+        "its other inputs with functools.partial, or wrap it in a function of these",
         ", ".join(drawn),
-        getattr(like, "__name__", like),
+        name_of(like),
+        ", ".join(name for name, _ in parameters),
     )
 
     def call(example: RewardsExample) -> torch.Tensor:

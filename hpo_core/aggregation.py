@@ -228,7 +228,8 @@ def _scale(
         )
         own = total.to(own.device)
     elif total is not None:  # new_full fills the number in; a copy from the host would synchronise
-        require_type(isinstance(total, _NUMBERS), "total: expected a number or a 0-dim tensor, got {!r}", total)
+        is_number = isinstance(total, _NUMBERS) and not isinstance(total, bool)
+        require_type(is_number, "total: expected a number or a 0-dim tensor, got {!r}", total)
         check(0 <= total < math.inf, "total: expected a count >= 0, got {}", total)
         own = own.new_full((), total, dtype=torch.float64)
     count = own.to(torch.float64)  # float64 keeps counts beyond 2^24 tokens exact until the one division

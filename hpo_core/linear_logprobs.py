@@ -121,7 +121,7 @@ def linear_token_logprobs(
         return TokenLogprobs(*definition(hidden, weight, bias, rows, capped, kept)[:2])
 
     given = LinearRows(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.flatten(),
+        hidden.reshape(targets.numel(), hidden.shape[-1]), weight, bias, targets.flatten(),
         None if each is None else each.flatten(), number, ignore_index, capped, first, vocabulary,
         *_checked_block(block, hidden),
     )  # fmt: skip

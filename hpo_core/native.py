@@ -228,7 +228,8 @@ class Native:
     ) -> torch.Tensor:
         tokens = values.numel()
         score = torch.empty_like(values)
-        workspace = self._workspace(self.module.window_score_workspace(tokens, last - first + 1), values)
+        width = min(last - first + 1, 2**62)  # kernels stop before it
+        workspace = self._workspace(self.module.window_score_workspace(tokens, width), values)
         self._call(
             self.module.window_score, values, tokens, cu_seqlens.numel() - 1, values, mask, cu_seqlens,
             first, last, int(boundary), int(invalid), int(aggregate), score, workspace,

@@ -150,6 +150,12 @@ def test_total_and_group_exclude_each_other():
         aggregation.token_mean(hpo.PackedBatch.from_lengths([1]), total=3, process_group=object())
 
 
+def test_a_total_is_a_number():
+    for total in (True, "3"):
+        with pytest.raises(TypeError, match="total: expected a number or a 0-dim tensor, got"):
+            aggregation.token_mean(hpo.PackedBatch.from_lengths([1]), total=total)
+
+
 def test_prompt_mean_needs_groups():
     with pytest.raises(ValueError, match="group_ids"):
         aggregation.prompt_mean(hpo.PackedBatch.from_lengths([1]))

@@ -169,7 +169,9 @@ def test_degenerate_windows(backend, layout):
             assert_exact([backend], example._replace(keywords={"boundary": boundary, "invalid": invalid}))
 
 
-@pytest.mark.parametrize("first, last", [(-(2**40), 2**40), (2**61, 2**62), (-(2**62), -(2**61)), (0, 2**31)])
+@pytest.mark.parametrize(
+    "first, last", [(-(2**40), 2**40), (2**61, 2**62), (-(2**62), -(2**61)), (0, 2**31), (-(2**62), 2**62)]
+)
 def test_absurd_windows_are_harmless(backend, first, last):
     example = testing.random_window(layout=Layout((4, 2), masked="none"))._replace(first=first, last=last)
     example.keywords.update(boundary="shrink", invalid="skip")
@@ -177,7 +179,7 @@ def test_absurd_windows_are_harmless(backend, first, last):
     means = torch.repeat_interleave(
         torch.stack((example.values[:4].mean(), example.values[4:].mean())), torch.tensor([4, 2])
     )
-    if first <= 0 and last < 2**41 and first < 0 < last:
+    if first < 0 < last:
         torch.testing.assert_close(out, means)
     elif first == 0:
         assert torch.isfinite(out).all()

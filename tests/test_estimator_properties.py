@@ -379,6 +379,9 @@ def test_p15_whitening_tokens_is_whitening_units_by_length(backend):
     row = batch.row_of_token().to(device)
     of_tokens = A.whiten(rewards[row], torch.ones(10, device=device), backend=backend)
     near(of_tokens, of_units[row], 2)
+    wide = A.whiten(rewards, lengths, eps=5.0, backend=backend)  # under the root of the tokens' variance
+    of_each = rewards[row].double()
+    near(wide, (rewards - of_each.mean()) / (of_each.var() + 5).sqrt(), 2)
     assert abs(float(of_tokens.double().sum())) < 1e-5
     assert float(of_tokens.double().var()) == pytest.approx(1, abs=1e-6)
 

@@ -505,6 +505,7 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: A.rose(rewards, []), r"prefix_ids: expected at least one depth, got none"),
         (lambda: A.vpo(torch.zeros(2, 0, 1), None, torch.ones(1, 1)), r"rewards: expected sets of at least one cand"),
         (lambda: A.vpo(torch.zeros(2, 1, 1), None, torch.ones(0, 1)), r"directions: .*at least one"),
+        (lambda: A.hgpo(rewards, *[torch.zeros(2).long()] * 3, alpha=800.0), r"alpha: .* weight 3\^alpha .* got 800"),
         (lambda: update(half_life=0.0), r"half_life: expected a number above 0, got 0"),
         (lambda: update(least_memory=math.nan), r"least_memory: expected a number in \[0, 1\], got nan"),
         (lambda: update(most_memory=1.5), r"most_memory: expected a number in \[0, 1\], got 1.5"),

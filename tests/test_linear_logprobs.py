@@ -282,6 +282,19 @@ def test_leading_shapes(shape, backend):
 
 
 @backends
+def test_hidden_states_without_numbers(backend):
+    """The logits are the bias alone."""
+    _, _, targets, a, b = head()
+    bias = normal(VOCABULARY, seed=4)
+    for empty in (torch.zeros(COUNT, 0), torch.zeros(0, 0)):
+        rows = len(empty)
+        given = empty, torch.zeros(VOCABULARY, 0), targets[:rows], a[:rows], b[:rows]
+        got, expected = (call(*given, bias=bias, backend=each) for each in (backend, "reference"))
+        for mine, true in zip(got, expected, strict=True):
+            assert mine.shape == true.shape and torch.allclose(mine, true, 1e-5, 1e-5)
+
+
+@backends
 def test_strides(backend):
     hidden, weight, targets, a, b = head()
     expected = call(hidden, weight, targets, a, b, backend=backend, block=BLOCK)

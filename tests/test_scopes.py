@@ -447,6 +447,13 @@ def test_float64_keeps_its_digits_in_the_reference(rule):
     assert out.dtype == torch.float64 and out.item() == 1.0 + 2**-40
 
 
+@pytest.mark.parametrize("scope", ["row", "call"])
+def test_of_fewer_values_than_k_all_are_taken(backend, scope):
+    values, batch = moved(backend, torch.rand(5), hpo.PackedBatch.from_lengths([3, 2]))
+    for k in (6, 2**63 - 1, 2**70):
+        assert top_k(values, batch, k, scope=scope, backend=backend).all()
+
+
 @pytest.mark.parametrize(
     "call, message",
     [

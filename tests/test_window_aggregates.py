@@ -3,6 +3,7 @@
 import itertools
 import math
 import pickle
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from breadth import at_length, few, tried  # noqa: F401 (the first is a fixture)
 
 import hpo_core as hpo
 from hpo_core import testing
-from hpo_core.entropy import Window, quantiles, segment_aggregate, top_k, window_aggregate, window_mean
+from hpo_core.entropy import EntropyWindow, Window, quantiles, segment_aggregate, top_k, window_aggregate, window_mean
 from hpo_core.specs import OrderRule
 from hpo_core.testing import Layout
 
@@ -268,6 +269,10 @@ def test_windows_are_values():
         (lambda: Window.causal(0), "width: expected a width >= 1, got 0"),
         (lambda: Window.forward(2.5), "width: expected an integer, got 2.5"),
         (lambda: Window(last="3"), "last: expected an integer, got '3'"),
+        (lambda: Window(0, 2**63 - 1), r"last: expected an offset from -2\^62 to 2\^62, got 9223372036854775807"),
+        (lambda: EntropyWindow("w", Fraction(1, 2), first=0.0), "first: expected an integer, got 0.0"),
+        (lambda: EntropyWindow("w", Fraction(1, 2), last=2**63 - 1), "last: expected an offset"),
+        (lambda: EntropyWindow("w", Fraction(1, 2), 1), "first: expected first <= last, got 1 and 0"),
     ],
 )
 def test_wrong_windows_are_refused(make, message):

@@ -321,13 +321,13 @@ def whiten(
     float32.
 
     With ``lengths`` ``[S]`` statistics are those of the tokens, of which a unit has as many:
-    ``(A - mean) / sqrt(var + 1e-8)``. That is what trainers do to token advantages (verl's ``masked_whiten``, but for
+    ``(A - mean) / sqrt(var + eps)``. That is what trainers do to token advantages (verl's ``masked_whiten``, but for
     its 1e-8 beside counts): what is constant on a unit needs no ``[T]``.
 
     >>> whiten(torch.tensor([1.0, 2.0, 3.0]))
     tensor([-1.,  0.,  1.])
     """
-    rule = GroupTerm(eps=eps) if lengths is None else GroupTerm(eps=1e-8, eps_mode=EpsMode.SQRT)
+    rule = GroupTerm(eps=eps, eps_mode=EpsMode.ADD if lengths is None else EpsMode.SQRT)
     check_units(advantages=advantages, lengths=lengths, mask=mask)
     return combine([Term(advantages, None, rule, lengths)], mask=mask, backend=backend)
 

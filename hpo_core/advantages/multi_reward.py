@@ -88,7 +88,7 @@ def gdpo(
     together = combine(terms, mask=mask, backend=backend)
     scored = torch.isfinite(rewards).any(0)
     compared = grouped(scored if mask is None else scored & mask, group_ids)
-    return whiten(together, lengths, mask=compared, eps=eps, backend=backend)
+    return whiten(together, lengths, mask=compared, eps=eps if lengths is None else 1e-8, backend=backend)
 
 
 @estimator(Provenance.PAPER)

@@ -12,12 +12,13 @@ from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_shape, require_type
 from ..specs import Boundary, Invalid, WindowAggregate
 
-__all__ = ["NUMBERS", "ROUNDING", "Window", "flat_values", "window_aggregate", "window_mean"]
+__all__ = ["NUMBERS", "ROUNDING", "Window", "check_offsets", "flat_values", "window_aggregate", "window_mean"]
 
 _AGGREGATES = {each.name.lower(): each for each in WindowAggregate}
 _BOUNDARIES = {each.name.lower(): each for each in Boundary}
 _INVALID = {each.name.lower(): each for each in Invalid}
 NUMBERS = (torch.float32, torch.float64)
+_FARTHEST = 2**62  # beyond every row; a place in a row and an offset are an int64 together
 ROUNDING = "thresholds on 16-bit entropies pick wrong tokens; compute and store them in float32"
 
 
@@ -47,11 +48,7 @@ class Window:
     invalid: str = "skip"
 
     def __post_init__(self) -> None:
-        for name in ("first", "last"):
-            value = getattr(self, name)
-            is_integer = isinstance(value, int) and not isinstance(value, bool)
-            require_type(is_integer, "{}: expected an integer, got {!r}", name, value)
-        check(self.first <= self.last, "first: expected first <= last, got {} and {}", self.first, self.last)
+        check_offsets(self.first, self.last)
         for name, known in (("aggregate", _AGGREGATES), ("boundary", _BOUNDARIES), ("invalid", _INVALID)):
             value = getattr(self, name)
             check(value in known, "{}: expected one of {}, got {!r}", name, ", ".join(known), value)
@@ -148,8 +145,19 @@ def flat_values(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype:
     return flat if keep_dtype else flat.float().contiguous()
 
 
+def check_offsets(first: int, last: int) -> None:
+    for name, offset in (("first", first), ("last", last)):
+        _check_integer(name, offset)
+        check(abs(offset) <= _FARTHEST, "{}: expected an offset from -2^62 to 2^62, got {}", name, offset)
+    check(first <= last, "first: expected first <= last, got {} and {}", first, last)
+
+
+def _check_integer(name: str, value: int) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    require_type(is_integer, "{}: expected an integer, got {!r}", name, value)
+
+
 def _width(width: int) -> int:
-    is_integer = isinstance(width, int) and not isinstance(width, bool)
-    require_type(is_integer, "width: expected an integer, got {!r}", width)
+    _check_integer("width", width)
     check(width >= 1, "width: expected a width >= 1, got {}", width)
     return width

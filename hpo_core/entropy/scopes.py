@@ -318,7 +318,7 @@ def _counts(k: int | torch.Tensor, scopes: int, batch: PackedBatch) -> torch.Ten
     is_count = isinstance(k, int) and not isinstance(k, bool)
     require_type(is_count, "k: expected an integer or a tensor [C], got {!r}", k)
     check(k >= 0, "k: expected a count >= 0, got {}", k)
-    return torch.full((scopes,), k, dtype=torch.int64, device=batch.device)
+    return torch.full((scopes,), min(k, 2**63 - 1), dtype=torch.int64, device=batch.device)
 
 
 def _integers(name: str, given: torch.Tensor, size: int, meaning: str, batch: PackedBatch) -> torch.Tensor:

@@ -14,12 +14,12 @@ import torch
 import torch.distributed
 
 from .. import ops
-from ..arguments import check_numbers, examines
+from ..arguments import examines
 from ..backends import choice, is_reference
 from ..batch import PackedBatch
 from ..checks import check, check_dtype, check_shape, require_type
 from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, Provenance
-from .aggregates import NUMBERS, ROUNDING, flat_values
+from .aggregates import NUMBERS, ROUNDING, check_offsets, flat_values
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
 from .selection import Selection
@@ -76,9 +76,8 @@ class EntropyWindow:
     provenance: Provenance | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_numbers("first, last", self.first, self.last)
+        check_offsets(self.first, self.last)
         require_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
-        check(self.first <= self.last, "first: expected first <= last, got {} and {}", self.first, self.last)
         is_fraction = 0 <= self.quantile.numerator <= self.quantile.denominator
         check(is_fraction, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
         check(self.rule in INDEX_RULES, "rule: expected one of an index, got {!r}; see quantiles for LINEAR", self.rule)

@@ -264,7 +264,8 @@ class Correction(Short):
     Args:
         low, high: pairs, for advantage >= 0 and < 0, in units of v: log-ratios are not ratios.
         unit: whose segments; None: the token itself.
-        channel: between which policies; without ``rollout_logp`` the sampler's are taken to be ``old_logp``.
+        channel: between which policies. Without ``rollout_logp`` the discrepancy takes no token out and weighs none,
+            whatever its bounds are, and ``old_logp`` stands for it in the total.
         strict: what lies on a bound is outside.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -153,7 +154,7 @@ def check_offsets(first: int, last: int) -> None:
 
 
 def _check_integer(name: str, value: int) -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's, too
     require_type(is_integer, "{}: expected an integer, got {!r}", name, value)
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed
 
 from .checks import check, examined, is_traced, require_type
 
-__all__ = ["check_member", "check_numbers", "constant", "constants", "examines", "is_finite"]
+__all__ = ["check_group", "check_member", "check_numbers", "constant", "constants", "examines", "is_finite"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
@@ -150,6 +151,24 @@ def check_member(name: str, value: Any, kind: type[enum.Enum], or_none: bool = F
     require_type(False, "{}: expected one of {} ({}), got {!r}", name, kind.__name__, members, value)
 
 
+def check_group(name: str, group: Any) -> None:
+    """Check that this is a process group. In place of one without this process torch makes another object, which its
+    collectives pass over without a word."""
+    require_type(
+        isinstance(group, torch.distributed.ProcessGroup),
+        "{}: expected a torch.distributed.ProcessGroup that this process is in, such as torch.distributed.group.WORLD, "
+        "got {}; call only on the ranks of the group",
+        name,
+        type(group),
+    )
+
+
+def _examined_group(name: str, value: Any) -> Any:
+    if value is not None:
+        check_group(name, value)
+    return value
+
+
 def _examined_pair(is_optional: bool, name: str, value: Any) -> Any:
     if is_optional and value is None:
         return value
@@ -234,5 +253,7 @@ _OF_ANNOTATION: dict[str, Callable[[str, Any], Any]] = {
     "Sequence[torch.Tensor]": _examined_sequence,
     "Sequence[Term]": _examined_sequence,
     "Total": _examined_parts,
+    "Group": _examined_group,
+    "torch.distributed.ProcessGroup | None": _examined_group,
     "torch.Tensor | Sequence[int]": _examined_integers,
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed
 
+from .arguments import examines
 from .checks import check
 
 __all__ = ["SLOTS", "Metrics"]
@@ -94,6 +95,7 @@ class Metrics:
         """``sum`` begins with 0."""
         return self if other == 0 else NotImplemented
 
+    @examines
     def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
         """Combine over the ranks of ``group``: one all-gather and a local fold in rank order, bitwise equal on every
         rank."""

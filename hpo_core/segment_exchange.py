@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
+from .arguments import check_group
 from .batch import Hierarchy, PackedBatch
 from .checks import check, examined, require_type
 from .distributed import Group, gather
@@ -68,12 +69,7 @@ def exchange_of(
                 f"process_group: no level of the gate {gate!r} has ids, and without them a trajectory lies on one "
                 f"rank; pass trajectory_ids= to PackedBatch, or drop it"
             )
-        require_type(
-            isinstance(process_group, Group),
-            "process_group: expected a torch.distributed.ProcessGroup this process is in, such as "
-            "torch.distributed.group.WORLD, got {}",
-            type(process_group),
-        )
+        check_group("process_group", process_group)
         if any(batch.ids(unit) is not None for unit in units):
             span = _span_of(batch, units, process_group)
     given = [] if aggregates is None else _check_aggregates(batch, spec, gate, aggregates)

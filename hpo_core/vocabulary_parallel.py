@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed
 
-from .checks import check, require_type
+from .arguments import check_group
+from .checks import check
 from .distributed import gather
 
 __all__ = ["Group", "Shards", "Sizes", "all_rows", "recognises_shards", "shards"]
@@ -33,11 +34,8 @@ def shards(columns: int, group: Group, sizes: Sequence[int] | None) -> Shards:
     """The shards of ranks with ``sizes`` columns (None: all as many as this one). A wrong size raises later, in the
     all-gather, on every rank alike."""
     check(not torch.compiler.is_compiling(), "process_group: only eager calls gather; call it outside torch.compile")
-    require_type(
-        isinstance(group, Group), "process_group: expected a torch.distributed.ProcessGroup, got {}", type(group)
-    )
+    check_group("process_group", group)
     ranks, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    check(rank >= 0, "process_group: expected a group that this rank is in; call only on the ranks of the group")
     given = [columns] * ranks if sizes is None else list(sizes)
     check(
         all(type(size) is int and size >= 0 for size in given) and len(given) == ranks,

@@ -196,3 +196,35 @@ def test_errors():
         aggregation.token_mean(batch, gradient_reduction="average")
     with pytest.raises(ValueError, match="total: give the global count, or process_group to sum it over, not both"):
         aggregation.token_mean(batch, total=3, process_group=object())
+
+
+def of_a_group_without_this_process(rank):
+    """What calls say that are given what torch makes in place of a group without this process."""
+    group = dist.new_group([0])
+    if rank == 0:
+        return []
+    batch, rewards = hpo.PackedBatch.from_lengths([2, 1]), torch.zeros(2)
+    metrics = hpo.policy_loss(torch.zeros(3), None, rewards, batch).metrics
+    calls = [
+        lambda: hpo.aggregation.token_mean(batch, process_group=group, gradient_reduction="mean"),
+        lambda: hpo.entropy.forking_tokens("0.5").fit(torch.rand(3), batch, process_group=group),
+        lambda: hpo.entropy.quantiles(torch.rand(3), batch, "0.5", process_group=group),
+        lambda: hpo.advantages.over_ranks(hpo.advantages.grpo, group),
+        lambda: metrics.all_reduce(group),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except TypeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_group_without_this_process_is_refused():
+    """Torch's collectives pass over it without a word, and its size is -1."""
+    said = on_ranks(2, of_a_group_without_this_process)[1]
+    assert len(said) == 5
+    for each in said:
+        assert "group: expected a torch.distributed.ProcessGroup that this process is in" in each

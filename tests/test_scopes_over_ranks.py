@@ -153,3 +153,20 @@ def test_a_rank_without_rows_keeps_no_other_waiting(ranks):
             assert found["empty", name, None][0].isnan().all()
         assert torch.equal(ranks[0]["empty", name, 0][1], top_k(values, batch, 3, scope=name))
         assert ranks[1]["empty", name, 0][1].shape == (0,)
+
+
+def steps_without_names(rank, counts, has_gaps):
+    steps = counts[rank]
+    values, offsets = torch.arange(2.0 * steps) + 100 * rank, 2 * torch.arange(steps + 1)
+    ranges = {"steps": torch.stack((offsets[:-1], offsets[1:]), 1)} if has_gaps else {"cu_steps": offsets}
+    batch = hpo.PackedBatch.from_lengths([2 * steps], **ranges)
+    given = {"scope": "step", "process_group": dist.group.WORLD}
+    return quantiles(values, batch, "1", **given).tolist(), top_k(values, batch, 1, **given).tolist()
+
+
+@pytest.mark.parametrize("has_gaps", [False, True])
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1), (2, 0)])
+def test_steps_without_ids_stay_with_their_rank(counts, has_gaps):
+    for rank, found in enumerate(on_ranks(2, steps_without_names, counts, has_gaps)):
+        steps = counts[rank]
+        assert found == ([2.0 * step + 1 + 100 * rank for step in range(steps)], [False, True] * steps)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from ..arguments import check_group
 from ..checks import check, require_type
 from ..distributed import gather, spanned
 from .terms import level_of, name_of, takes_tables
@@ -44,6 +45,8 @@ def over_ranks(
     >>> over_ranks(gigpo).level  # with several processes: over_ranks(grpo)(rewards, group_ids)
     'step'
     """
+    if process_group is not None:
+        check_group("process_group", process_group)
     require_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
     level = level_of(estimator)
     check(

@@ -118,6 +118,8 @@ def quantiles(
     require_type(isinstance(rule, OrderRule), "rule: expected an OrderRule, got {!r}", rule)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     q = exact_fraction("quantile", quantile).as_integer_ratio()
+    if _stays_with_its_rank(batch, scope):
+        process_group = None
     if isinstance(scope, str) and scope == "call" and process_group is None:
         thresholds = _quantile_of_call(flat, batch, q, rule, backend)
         return thresholds.expand(values.shape) if expand else thresholds
@@ -166,6 +168,8 @@ def top_k(
     """
     batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
+    if _stays_with_its_rank(batch, scope):
+        process_group = None
     if isinstance(scope, str) and scope == "call" and scopes is None and uid is None and process_group is None:
         scoping = _call_in_segments(batch.cu_seqlens, flat.numel())
     else:
@@ -235,6 +239,12 @@ class _Scoping(NamedTuple):
 def _unless_masked(number: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """The number of each token ``[T]``, -1 for masked ones."""
     return number if batch.mask is None else torch.where(batch.mask, number, -1)
+
+
+def _stays_with_its_rank(batch: PackedBatch, scope: str | torch.Tensor) -> bool:
+    """Whether no scope of this name can have tokens of other ranks: nothing names it."""
+    ids = {"row": None, "step": batch.step_ids, "trajectory": batch.trajectory_ids}
+    return isinstance(scope, str) and scope in ids and ids[scope] is None
 
 
 def _scoping(

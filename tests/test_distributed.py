@@ -195,7 +195,7 @@ def test_errors():
     with pytest.raises(ValueError, match="gradient_reduction: expected 'sum' or 'mean', got 'average'"):
         aggregation.token_mean(batch, gradient_reduction="average")
     with pytest.raises(ValueError, match="total: give the global count, or process_group to sum it over, not both"):
-        aggregation.token_mean(batch, total=3, process_group=object())
+        aggregation.token_mean(batch, total=3, process_group=dist.ProcessGroup(0, 1))
 
 
 def of_a_group_without_this_process(rank):
@@ -204,7 +204,7 @@ def of_a_group_without_this_process(rank):
     if rank == 0:
         return []
     batch, rewards = hpo.PackedBatch.from_lengths([2, 1]), torch.zeros(2)
-    metrics = hpo.policy_loss(torch.zeros(3), None, rewards, batch).metrics
+    metrics = hpo.policy_loss(torch.zeros(3), None, rewards, batch, weights=rewards).metrics
     calls = [
         lambda: hpo.aggregation.token_mean(batch, process_group=group, gradient_reduction="mean"),
         lambda: hpo.entropy.forking_tokens("0.5").fit(torch.rand(3), batch, process_group=group),

@@ -445,7 +445,7 @@ def test_inputs_are_constants_in_the_precision_of_kernels(call):
     plain = results(call, torch.Tensor.float)
     assert bits(*plain) == bits(*results(call, lambda values: values.double() * (1 + 1e-12)))
     assert bits(*plain) == bits(*results(call, torch.Tensor.bfloat16))
-    assert not any(each.requires_grad for each in results(call, lambda values: values.float().requires_grad_()))
+    assert not any(each.requires_grad for each in results(call, lambda values: values.float().clone().requires_grad_()))
 
 
 def test_the_best_of_rewards_in_float64_leads():

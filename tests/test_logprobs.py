@@ -296,8 +296,8 @@ def test_a_temperature_for_each_token(backend):
 
 @crossed(BOTH, temperature=(1e-10, 1e-20, 1e-30, 3e-36))
 def test_a_temperature_near_0(temperature, backend):
-    """Of logits as near to each other, and of others, which leave all to the greatest: the square of 1 / temperature is
-    beyond float32."""
+    """Of logits that are a number of temperatures apart, and of others, which leave all to the greatest. The square of
+    1 / temperature may be beyond float32: where logits are nearer to each other than 1e-17, a gradient is a number."""
     ones = torch.ones(2)
     logits = torch.tensor([[0.0, 0.5, -1.0, 0.25], [-3.0, 1.5, -2.0, 1.5]]).double()
     logits[0] *= temperature
@@ -305,7 +305,9 @@ def test_a_temperature_near_0(temperature, backend):
     logp, entropy, grad = call(*given, backend=backend)
     true = exact(*given)
     assert torch.allclose(entropy.double(), true[1], 1e-6) and logp.isfinite().all()
-    assert torch.allclose(grad.double() * temperature, true[2] * temperature, 1e-5, 1e-7)
+    known = slice(0 if temperature > 1e-19 or backend == "reference" else 1, 2)
+    assert torch.allclose((grad.double() * temperature)[known], (true[2] * temperature)[known], 1e-5, 1e-7)
+    assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, 1e-40, 0, -2])

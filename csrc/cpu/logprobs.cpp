@@ -309,7 +309,7 @@ HPO_INLINE void gradients_of_step(const typename Type::Element* from, float top,
         const Floats delta = each - origin;
         const Mask counts = not_less(delta, least);
         const Floats e = exp_where(counts, delta, high, low);
-        each = product_where(counts, e, kSlope ? Number<Floats>::fused(slope, delta * high, constant) : constant);
+        each = product_where(counts, e, kSlope ? Number<Floats>::fused(slope, delta, constant) : constant);
       }
       Type::store(x[0], x[1], part, to + chain * kLanes);
     }

@@ -19,7 +19,7 @@ struct Row {
   int64_t offset;
   Exponent exponent;
   float floor, logit;  // logit: the target's, -inf where it lies in another part or outside the support
-  int64_t column;  // the target's, -1 in another part
+  int64_t column;  // the target's, -1 there
   bool is_read, is_ignored, wide;
 };
 
@@ -45,6 +45,7 @@ __device__ __forceinline__ Row get_row(const LogprobsArgs& args, int64_t index) 
   row.column = target_column(args, index);
   row.logit = row.column < 0 ? -HUGE_VALF : logit_at<Type>(args.logits, row.offset + row.column);
   if (is_below(row.logit, floor)) row.logit = -HUGE_VALF;
+  if (row.logit == -HUGE_VALF) row.column = -1;
   return row;
 }
 
@@ -209,8 +210,7 @@ __device__ __forceinline__ void differentiate(const GradientRow& found, unsigned
 #pragma unroll
     for (int lane = 0; lane < Type::kLanes; ++lane) {
       const float x = Type::lane(word, lane), delta = x - found.top;
-      const float gradient =
-          Type::exp(exponent, delta) * fused(found.gradient.slope, delta * exponent.high, found.gradient.constant);
+      const float gradient = Type::exp(exponent, delta) * fused(found.gradient.slope, delta, found.gradient.constant);
       lanes[lane] = delta >= exponent.least && (!kFloored || x >= found.row.floor) ? gradient : 0.0f;
     }
     word = Type::pack(lanes);
@@ -251,7 +251,7 @@ __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& ar
       store(whole, step, words);
     });
   __syncthreads();  // the row is written, and all threads have read `shared`
-  if (threadIdx.x == 0 && found.row.is_read && found.row.logit > -HUGE_VALF) {
+  if (threadIdx.x == 0 && found.row.is_read && found.row.column >= 0) {
     const Element target = Element(word_of<Type>(found.gradient.target));
     memcpy(to + found.row.column, &target, sizeof target);
   }

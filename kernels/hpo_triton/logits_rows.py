@@ -157,12 +157,15 @@ def _load(row, column, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, EVICTION: tl.
 
 @triton.jit
 def load_target(row, column):
-    """The target's logit, -inf where it lies in another part of the vocabulary or outside the support."""
+    """The target's logit, -inf where it lies in another part of the vocabulary or outside the support, and whether it
+    has a gradient."""
     here = (column >= 0) & (column < row.columns)
     logit = tl.load(row.pointer + column, mask=here, other=float("-inf")).to(tl.float32)
+    outside = logit < LEAST_FLOAT  # a comparison with -inf itself takes more registers
     if row.floor is not None:
-        logit = tl.where(_is_below(logit, row.floor), float("-inf"), logit)
-    return logit
+        outside = outside | _is_below(logit, row.floor)
+        logit = tl.where(outside, float("-inf"), logit)
+    return logit, here & (outside == False)  # noqa: E712
 
 
 # ---------------------------------------------------------------------------------------------------------- forward
@@ -282,8 +285,7 @@ def row_result(
 
 
 class Gradient(NamedTuple):
-    """The gradient of every logit but the target's is e^(delta / temperature) (constant + slope (delta high)): a slope
-    along delta itself would hold 1 / temperature twice, and overflow."""
+    """The gradient of every logit but the target's is e^(delta / temperature) (constant + slope delta)."""
 
     constant: tl.tensor
     slope: tl.tensor
@@ -301,9 +303,10 @@ def gradient_of(exponent, top, others, distance, logit, a, b):
     # 1 - p of the target. Where the target is the greatest it is the others' share: a subtraction would lose digits.
     rest = tl.where(delta == 0.0, others * p, 1.0 - own)
     along = tl.where(own == 0.0, 0.0, own * (delta * exponent.inverse + distance))
+    slope = (-b * exponent.inverse * exponent.inverse * p).to(tl.float32)
     return Gradient(
         (-(a + b * distance) * exponent.inverse * p).to(tl.float32),
-        (-b * exponent.inverse * (exponent.inverse / exponent.high.to(tl.float64)) * p).to(tl.float32),
+        tl.minimum(tl.maximum(slope, LEAST_FLOAT), -LEAST_FLOAT),  # infinity times a delta of 0 would be NaN
         ((a * rest - b * along) * exponent.inverse).to(tl.float32),
     )
 
@@ -315,25 +318,25 @@ def _step_back(
 ):  # fmt: skip
     column = start + tl.arange(0, BLOCK)
     delta = _load(row, column, WHOLE, ALIGNED, EVICTION) - top
-    value = _exp2_of(row.exponent, delta) * tl.fma(delta * row.exponent.high, gradient.slope, gradient.constant)
+    value = _exp2_of(row.exponent, delta) * tl.fma(delta, gradient.slope, gradient.constant)
     value = tl.where(delta < row.exponent.least, 0.0, value)  # it is NaN for a delta of -inf
     store(to, column, value.to(to.dtype.element_ty), row.columns, WHOLE, ALIGNED, EVICTION)
 
 
 @triton.jit
 def write_gradient(
-    row, to, top, gradient, target, logit,
+    row, to, top, gradient, target, has_gradient,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY,
 ):  # fmt: skip
-    """``target``: the column of the target, whose ``logit`` was read before, with a barrier between: the gradient may
-    take the place of the logits."""
+    """``target``: the column of the target, whose logit was read before, with a barrier between: the gradient may take
+    the place of the logits."""
     whole = row.columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         _step_back(row, to, start, top, gradient, True, ALIGNED, BLOCK, EVICTION)
     if whole < row.columns:
         _step_back(row, to, whole, top, gradient, False, ALIGNED, BLOCK, EVICTION)
     tl.debug_barrier()
-    tl.store(to + target, gradient.target.to(to.dtype.element_ty), mask=logit > float("-inf"))
+    tl.store(to + target, gradient.target.to(to.dtype.element_ty), mask=has_gradient)
 
 
 @triton.jit

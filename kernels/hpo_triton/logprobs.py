@@ -63,7 +63,7 @@ def _forward(
         if is_defined(target, vocabulary, exponent):
             floor = None if floors is None else tl.load(floors + at)
             row = Row(address_of_row(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
-            logit = load_target(row, target - first)
+            logit, _ = load_target(row, target - first)
             result = row_result(row, logit, columns == vocabulary, KEPT, ALIGNED, LANES, CHUNKS)
         else:
             result = everything(float("nan"))
@@ -131,10 +131,10 @@ def _backward(
     else:
         floor = None if floors is None else tl.load(floors + at)
         row = Row(address_of_row(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
-        logit = load_target(row, target - first)
+        logit, has_gradient = load_target(row, target - first)
         tl.debug_barrier()  # in place, another warp may write the gradient of this logit before all have read it
         gradient = gradient_of(exponent, top, others, distance, logit, a.to(tl.float64), b.to(tl.float64))
-        write_gradient(row, to, top, gradient, target - first, logit, ALIGNED, BLOCK)
+        write_gradient(row, to, top, gradient, target - first, has_gradient, ALIGNED, BLOCK)
 
 
 def token_logprobs_backward(

@@ -162,7 +162,7 @@ def _differentiate_loss(
         else:
             row = Row(address_of_row(logits, at, inner, outer_stride, inner_stride), length, None, exponent)
             result = everything(float("nan"))
-            logit = load_target(row, id - first)
+            logit, has_gradient = load_target(row, id - first)
             if is_defined(id, vocabulary, exponent):
                 result = row_result(row, logit, True, 3, ALIGNED, LANES, CHUNKS)
             tl.store(logp + place, result.logp)
@@ -183,7 +183,7 @@ def _differentiate_loss(
                     exponent, result.top, result.others, none, logit, of_logp.to(tl.float64), none.to(tl.float64)
                 )
                 write_gradient(
-                    row, to, result.top, gradient, id - first, logit, ALIGNED, BLOCK, EVICT_FIRST
+                    row, to, result.top, gradient, id - first, has_gradient, ALIGNED, BLOCK, EVICT_FIRST
                 )  # fmt: skip
 
 

@@ -161,8 +161,9 @@ struct RowUpstream {
   HPO_INLINE bool is_zero() const { return logp == 0.0f && entropy == 0.0f && is_defined(); }
 };
 
-// The gradient of every logit but the target's is e^(delta / temperature) (constant + slope (delta high)): a slope along delta
-// itself would hold 1 / temperature twice, and overflow.
+// The gradient of every logit but the target's is e^(delta / temperature) (constant + slope delta). The slope holds
+// 1 / temperature twice. It ends at the largest float, because infinity times the greatest logit's delta of 0 would be NaN; of
+// such temperatures only a delta of less than 1e-17 counts, which logits of a usual size do not have.
 struct RowGradient {
   float constant, slope, target;
 };
@@ -179,7 +180,8 @@ HPO_INLINE RowGradient gradient_of(const Exponent& exponent, const RowUpstream& 
   const double along = own == 0.0 ? 0.0 : own * (delta * exponent.inverse + distance);
   RowGradient gradient;
   gradient.constant = float(-(a + b * distance) * exponent.inverse * p);
-  gradient.slope = float(-b * exponent.inverse * (exponent.inverse / double(exponent.high)) * p);
+  const float slope = float(-b * exponent.inverse * exponent.inverse * p);
+  gradient.slope = fminf(fmaxf(slope, -FLT_MAX), FLT_MAX);
   gradient.target = float((a * rest - b * along) * exponent.inverse);
   return gradient;
 }

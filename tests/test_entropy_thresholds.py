@@ -209,6 +209,12 @@ def test_the_penalty_of_ares_moves_once_a_period():
     assert kappa.tolist() == [3.0, 1.0]
 
 
+def test_the_states_of_ares_go_to_a_device():
+    for state in (E.AresPenalty.start(3), E.AresTargets.start()):
+        elsewhere = state.to("meta")
+        assert type(elsewhere) is type(state) and {each.device.type for each in elsewhere} == {"meta"}
+
+
 def test_the_dynamic_penalty_of_ares():
     mask = E.cover(E.ares_windows(SHARED, BATCH, of_windows=True), BATCH, Window.forward(4))
     assert places(mask) == [1, 2, 3, 4, 5]

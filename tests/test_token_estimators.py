@@ -1,6 +1,7 @@
 """Estimators of tokens, selections of rollouts and what is remembered between steps, each against plain loops."""
 
 import functools
+import io
 import itertools
 import math
 
@@ -433,6 +434,17 @@ def test_de_grpo_pairs_that_are_not_visited_and_prompts_that_are_not_there_are_e
         samples=4,
     )  # fmt: skip
     assert not out.any() and 0 < float(utility) < 0.01
+
+
+def test_what_is_remembered_goes_to_a_checkpoint_and_to_a_device():
+    """The histories of estimators; those of entropy methods are in tests/test_entropy_thresholds.py."""
+    for memory in (advantages.BetaTracker.start(torch.tensor([3.0, 2.0]), 8), advantages.GroupHistory.start(2)):
+        file = io.BytesIO()
+        torch.save(memory, file)
+        file.seek(0)
+        again, elsewhere = torch.load(file, weights_only=True), memory.to("meta")
+        assert type(again) is type(elsewhere) is type(memory) and all(map(torch.equal, again, memory))
+        assert {each.device.type for each in elsewhere} == {"meta"}
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])

@@ -19,7 +19,10 @@ __all__ = ["BetaTracker", "GroupHistory", "dcpo", "de_grpo", "poise", "spo_singl
 
 
 class BetaTracker(NamedTuple):
-    """What is remembered of each prompt's success rate: alpha and beta of a Beta distribution, ``[P]`` float32 each."""
+    """What is remembered of each prompt's success rate: alpha and beta of a Beta distribution, ``[P]`` float32 each.
+
+    It pickles, and loads with ``weights_only=True``.
+    """
 
     alpha: torch.Tensor
     beta: torch.Tensor
@@ -90,6 +93,9 @@ class BetaTracker(NamedTuple):
         alpha = _written(old_alpha, places, kept * _read(old_alpha, places) + rewards)
         return BetaTracker(alpha, _written(old_beta, places, kept * _read(old_beta, places) + 1 - rewards))
 
+    def to(self, device: torch.device | str) -> BetaTracker:
+        return BetaTracker(*(each.to(device) for each in self))
+
 
 @estimator(Provenance.VERIFIED, tables=True)
 def spo_single_stream(
@@ -149,7 +155,10 @@ def poise(
 
 
 class GroupHistory(NamedTuple):
-    """What DCPO remembers of each prompt ``[P]``: steps seen, and mean and variance over all of them."""
+    """What DCPO remembers of each prompt ``[P]``: steps seen, and mean and variance over all of them.
+
+    It pickles, and loads with ``weights_only=True``.
+    """
 
     steps: torch.Tensor
     mean: torch.Tensor
@@ -180,6 +189,12 @@ class GroupHistory(NamedTuple):
         merged = (t * spread + variance + t / (t + 1) * (mean - before).square()) / (t + 1)
         news = (t + 1, (t * before + mean) / (t + 1), merged)
         return GroupHistory(*(_written(old.double(), places, new) for old, new in zip(self, news, strict=True)))
+
+    def to(self, device: torch.device | str) -> GroupHistory:
+        return GroupHistory(*(each.to(device) for each in self))
+
+
+torch.serialization.add_safe_globals([BetaTracker, GroupHistory])
 
 
 @estimator(Provenance.VERIFIED)

@@ -190,6 +190,9 @@ class AresPenalty(NamedTuple):
         none, calls = torch.full_like(beta_of, torch.nan), torch.zeros((), dtype=torch.int64, device=device)
         return AresPenalty(beta_of, none, torch.zeros_like(beta_of), calls)
 
+    def to(self, device: torch.device | str) -> AresPenalty:
+        return AresPenalty(*(each.to(device) for each in self))
+
 
 torch.serialization.add_safe_globals([AresPenalty])
 

@@ -38,6 +38,9 @@ class AresTargets(NamedTuple):
         values = torch.full((3,), alpha, dtype=torch.float32, device=device)
         return AresTargets(torch.full_like(values, torch.nan), values)
 
+    def to(self, device: torch.device | str) -> AresTargets:
+        return AresTargets(*(each.to(device) for each in self))
+
 
 torch.serialization.add_safe_globals([AresTargets])
 

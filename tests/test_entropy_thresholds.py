@@ -191,6 +191,19 @@ def test_controllers():
     assert (total.item(), alpha.item()) == (0.5, 1.0)
 
 
+@pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])
+def test_a_step_without_an_entropy_leaves_the_controllers_as_they_are(nothing):
+    nothing, state = torch.tensor(nothing), torch.tensor(0.01)
+    for controller in (E.skywork_coefficient, E.trl_coefficient):
+        assert [each.item() for each in controller(state, nothing, most=0.005)] == [state.item(), 0]
+    total, alpha = E.entropic(torch.tensor(1.5), nothing, target=1.0, proportional=2.0, integral_gain=4.0)
+    assert (total.item(), alpha.item()) == (1.5, 6.0)
+    assert E.target_temperature(torch.tensor(math.nan), low=0.75, high=1.25).item() == 0.75  # it has no state
+    assert E.ares_kappa(torch.ones(1), nothing[None], budget=0.01, rate=5.0, least=0.1, most=3.0).item() == 1
+    penalty = E.AresPenalty.start(1)
+    assert [each.item() for each in E.ares_penalty(penalty, nothing[None], period=1)[::2]] == [1, 0]
+
+
 def test_the_penalty_of_ares_moves_once_a_period():
     state, log_beta, error = E.AresPenalty.start(3), 0.0, 0.0
     for call in range(1, 201):

@@ -2,7 +2,7 @@
 
 Every state is a 0-dim tensor or a named tuple of tensors, to keep between steps and in checkpoints. Entropies and
 divergences are means over the whole step and all ranks, 0-dim, for instance from ``Metrics`` or
-:func:`.fit_scopes`.
+:func:`.fit_scopes`. Where one is NaN (a step without tokens) or infinite the state stays as it is.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def skywork_coefficient(
         entropy: 0-dim, the mean of the step.
 
     Returns:
-        The new state, and the coefficient of the bonus.
+        The new state, and the coefficient of the bonus; 0 without an entropy.
 
     >>> state, bonus = skywork_coefficient(torch.tensor(0.0), torch.tensor(0.1))
     >>> state, bonus
     (tensor(1.0000e-04), tensor(1.0000e-04))
     """
     _check_scalars(coefficient=coefficient, entropy=entropy)
-    return _stepped(coefficient, entropy < target, delta, most)
+    return _stepped(coefficient, entropy, entropy < target, delta, most)
 
 
 @preset(Provenance.VERIFIED)
@@ -70,17 +70,18 @@ def trl_coefficient(
     (tensor(0.0150), tensor(0.0150))
     """
     _check_scalars(coefficient=coefficient, entropy=entropy)
-    return _stepped(coefficient, entropy <= target, delta, most)
+    return _stepped(coefficient, entropy, entropy <= target, delta, most)
 
 
 def _stepped(
-    coefficient: torch.Tensor, grows: torch.Tensor, delta: float, most: float
+    coefficient: torch.Tensor, entropy: torch.Tensor, grows: torch.Tensor, delta: float, most: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check(delta >= 0, "delta: expected a number >= 0, got {}", delta)
     check(most >= 0, "most: expected a number >= 0, got {}", most)
     old = coefficient.detach()
-    state = torch.where(grows, old + delta, old - delta).clamp(0.0, most)
-    return state, torch.where(grows, state, 0.0)
+    moved = torch.where(grows, old + delta, old - delta).clamp(0.0, most)
+    seen = torch.isfinite(entropy)
+    return torch.where(seen, moved, old), torch.where(seen & grows, moved, 0.0)
 
 
 @preset(Provenance.PAPER)
@@ -94,13 +95,13 @@ def entropic(
         integral: 0-dim, the state, the sum of errors so far; 0 at the start.
 
     Returns:
-        The new state, and the coefficient, negative where the entropy is to fall.
+        The new state, and the coefficient, negative where the entropy is to fall; without an entropy e is 0.
 
     >>> entropic(torch.tensor(1.0), torch.tensor(0.5), target=1.0, proportional=2.0, integral_gain=0.5)
     (tensor(1.5000), tensor(1.7500))
     """
     _check_scalars(integral=integral, entropy=entropy)
-    error = target - entropy.detach()
+    error = torch.where(torch.isfinite(entropy), target - entropy.detach(), 0.0)
     total = integral.detach() + error
     return total, proportional * error + integral_gain * total
 
@@ -111,7 +112,7 @@ def target_temperature(entropy: torch.Tensor, *, target: float = 0.5, low: float
     entropy is at most its target, and ``low`` above, 0-dim (arXiv 2510.08141; 0.5 in its code).
 
     Its loss is GRPO's plus a coefficient times REINFORCE on successful samples of that temperature. No temperatures are
-    stated.
+    stated. It has no state: where the entropy is NaN it is ``low``.
 
     >>> target_temperature(torch.tensor(0.3), low=0.8, high=1.2)
     tensor(1.2000)

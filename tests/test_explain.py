@@ -1,5 +1,7 @@
 """The explanation of a token at which two kernels differ."""
 
+import math
+
 import pytest
 import torch
 
@@ -72,6 +74,22 @@ def test_a_difference_in_the_last_bit_counts_on_request():
     assert testing.explain(example, one_bit_off).token is None
     found = testing.explain(example, one_bit_off, bitwise=True)
     assert found.token is not None and "one_bit_off" in str(found) and "definition" in str(found)
+
+
+def test_a_kernel_without_losses_of_tokens_is_compared_by_its_gradient():
+    """policy_loss_and_grad, which takes a report but not that of tokens, alone and in a function of one's own."""
+    example = example_of(gates.dapo())
+    assert testing.explain(example, hpo.policy_loss_and_grad).token is None
+
+    def kernel(*given, **keywords):
+        out = hpo.policy_loss_and_grad(*given, **keywords)
+        return out._replace(grad=1.01 * out.grad)
+
+    found = testing.explain(example, kernel)
+    loss, grad = found.results["kernel"]
+    assert math.isnan(loss) and grad == pytest.approx(1.01 * found.results["definition"][1]) != 0
+    with pytest.raises(ValueError, match="rollout_logp: the gate"):
+        testing.explain(example.given(rollout_logp=example.logp), kernel)
 
 
 def test_what_cannot_be_explained_is_refused():

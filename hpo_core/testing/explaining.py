@@ -71,7 +71,8 @@ def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, b
 
     Args:
         example: from :func:`random_policy_loss`, or your own call as a ``PolicyLossExample``.
-        a, b: names of backends, or functions that are called as ``policy_loss`` is.
+        a, b: names of backends, or functions that are called as ``policy_loss`` or ``policy_loss_and_grad`` is. Where
+            one returns no losses of tokens, gradients alone are compared.
         bitwise: whether any difference counts. By default one counts that exceeds the error budget of a float32 kernel,
             see :func:`budget`.
 
@@ -126,13 +127,23 @@ def _tokens(kernel: Kernel, example: PolicyLossExample) -> tuple[torch.Tensor | 
         moved = move(example, device_of(kernel))
         outcome: Outcome = run_policy_loss(policy_loss, moved, report=("tokens",), backend=kernel)
     else:
-        report: dict[str, Any] = {"report": ("tokens",)} if accepts(kernel, "report") else {}
-        outcome = run_policy_loss(kernel, example, **report)
+        outcome = _called(kernel, example)
     tokens, grad = (
         None if part is None else part.detach().to("cpu", torch.float64).reshape(-1)
         for part in (outcome.tokens, outcome.grad)
     )
     return tokens, grad
+
+
+def _called(kernel: Callable[..., Any], example: PolicyLossExample) -> Outcome:
+    """The outcome with loss_t, if the kernel reports it: policy_loss_and_grad takes ``report`` and refuses this one."""
+    if accepts(kernel, "report"):
+        try:
+            return run_policy_loss(kernel, example, report=("tokens",))
+        except ValueError as error:
+            if not str(error).startswith("report: "):
+                raise
+    return run_policy_loss(kernel, example)
 
 
 def _by_definition(example: PolicyLossExample, token: int) -> tuple[dict[str, float], str, tuple[ExplainedLevel, ...]]:

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from breadth import is_interpreted
 
 import hpo_core as hpo
-from hpo_core import gates, testing
+from hpo_core import entropy, gates, testing
 
 LAYOUT = testing.Layout((5, 0, 9, 1), tail=2, masked="some", seed=4)
 
@@ -90,6 +91,38 @@ def test_a_kernel_without_losses_of_tokens_is_compared_by_its_gradient():
     assert math.isnan(loss) and grad == pytest.approx(1.01 * found.results["definition"][1]) != 0
     with pytest.raises(ValueError, match="rollout_logp: the gate"):
         testing.explain(example.given(rollout_logp=example.logp), kernel)
+
+
+@pytest.mark.parametrize("window", [entropy.ares(3, "0.5"), entropy.forking_tokens("0.5")], ids=lambda w: w.name)
+def test_a_threshold_that_fit_returned_differs_nowhere(window, backend):
+    """The token at the threshold is selected by the scores that it was fitted on; in float64 a sum may lie below it."""
+    device, draw = testing.device_of(backend), torch.Generator().manual_seed(0)
+    for seed in range(4 if is_interpreted(backend) else 20):
+        example = testing.random_policy_loss(seed, gates.dapo(), ["weights", "kl"])
+        values = 3 * torch.rand(example.logp.shape, generator=draw)
+        state = window.fit(values.to(device), example.batch.to(device), backend=backend)
+        example = example.given(entropy=values, window=window, threshold=state.to("cpu"))
+        example = testing.move(example, device)
+        assert example.keywords["threshold"].threshold.device.type == device
+        found = testing.explain(example, backend)
+        assert found.token is None, (seed, str(found))
+
+
+def test_the_token_at_a_threshold_is_explained():
+    """A function gets the threshold as the caller gave it."""
+    example, window = example_of(gates.dapo()), entropy.ares(3, "0.5")
+    values = 3 * torch.rand(example.logp.shape, generator=torch.Generator().manual_seed(0))
+    state = window.fit(values, example.batch)
+    (at,) = (window.score(values, example.batch) == state.threshold).nonzero().flatten().tolist()
+
+    def kernel(*given, threshold, **keywords):
+        assert threshold is state
+        out = hpo.policy_loss_and_grad(*given, threshold=threshold, **keywords)
+        out.grad[at] += 1
+        return out
+
+    found = testing.explain(example.given(entropy=values, window=window, threshold=state), kernel, "cpu")
+    assert (found.token, found.differing, found.state) == (at, 1, "selected")
 
 
 def test_what_cannot_be_explained_is_refused():

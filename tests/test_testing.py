@@ -475,7 +475,10 @@ def test_poison_reaches_every_hole_and_nothing_else():
     layout = Layout((3, 4), 2, "some", True, 1)
     weighted = testing.random_policy_loss(0, gates.dapo(), features - {"window"}, layout=layout)
     assert torch.equal(weighted.poisoned(float("nan")).kl_weight.isnan(), ~weighted.valid())
-    assert weighted.without("kl", "ref_logp").kl_weight is None
+    assert "selection" not in weighted.without("kl", "ref_logp").keywords
+    selection = weighted.keywords["selection"]._replace(mask=weighted.valid())
+    left = weighted.given(selection=selection).without("kl", "ref_logp").keywords["selection"]
+    assert left.mask is selection.mask and left.kl_weight is None
     example = testing.random_policy_loss(0, gates.dapo(), features, layout=layout)
     poisoned, hole = example.poisoned(float("nan")), ~example.valid()
     assert hole.any() and not hole.all()

@@ -18,7 +18,7 @@ from .. import gates
 from ..arguments import examines
 from ..batch import PackedBatch
 from ..checks import check
-from ..entropy import EntropyWindow, Selection
+from ..entropy import EntropyWindow, Selection, WindowState
 from ..gates import Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
 from ..specs import OrderRule
@@ -162,8 +162,28 @@ class PolicyLossExample(NamedTuple):
 
     def without(self, *names: str) -> PolicyLossExample:
         """The example without these keywords, and without factors on a penalty that goes."""
-        names = (*names, "selection") if "kl" in names else names
-        return self._replace(keywords={name: value for name, value in self.keywords.items() if name not in names})
+        kept = {name: value for name, value in self.keywords.items() if name not in names}
+        selection = kept.get("selection")
+        if "kl" in names and isinstance(selection, Selection):
+            kept["selection"] = selection = selection._replace(kl_weight=None)
+            if all(each is None for each in selection[:-1]):
+                del kept["selection"]
+        return self._replace(keywords=kept)
+
+    def with_scores_of_threshold(self) -> PolicyLossExample:
+        """The example for any backend, with the scores that its threshold was fitted on in place of the window.
+
+        Sums of scores differ in the last bit between backends and precisions, and the token at the threshold with them.
+        """
+        given = self.keywords
+        window, state, entropy = (given.get(name) for name in ("window", "threshold", "entropy"))
+        if not isinstance(window, EntropyWindow) or not isinstance(state, WindowState) or not state.scored_by:
+            return self
+        if entropy is None or given.get("selection") is not None:  # the loss says what is wrong
+            return self
+        backend = self.batch.device.type if state.scored_by == "cpu or cuda" else state.scored_by
+        selection = window.selection(entropy, self.batch, state, backend=backend)
+        return self.without("window", "threshold").given(selection=selection)
 
 
 @examines
@@ -433,6 +453,8 @@ def _moved(value: Any, device: str) -> Any:
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device).copy_(value)
     if isinstance(value, PackedBatch):
         return value if value.device.type == device else value.to(device)
+    if isinstance(value, WindowState):
+        return value.to(device)
     if isinstance(value, dict):
         return {name: _moved(item, device) for name, item in value.items()}
     if isinstance(value, GateInputs | Selection):

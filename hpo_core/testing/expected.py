@@ -86,7 +86,7 @@ def outcome_of(out: Any, leaf: torch.Tensor, gradient: bool = True) -> Outcome:
 
 def expect_policy_loss(example: PolicyLossExample) -> dict[str, Expected]:
     """The expected ``loss``, ``grad``, ``tokens`` (loss_t) and ``metrics`` (the vector)."""
-    example = move(example, "cpu")
+    example = move(example.with_scores_of_threshold(), "cpu")
     example = example.given(weights=example.weights())
     exact, eager = _reference(example, torch.float64), _reference(example, torch.float32)
     magnitudes = _magnitudes(example, exact)

@@ -72,7 +72,8 @@ def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, b
     Args:
         example: from :func:`random_policy_loss`, or your own call as a ``PolicyLossExample``.
         a, b: names of backends, or functions that are called as ``policy_loss`` or ``policy_loss_and_grad`` is. Where
-            one returns no losses of tokens, gradients alone are compared.
+            one returns no losses of tokens, gradients alone are compared. With a threshold that ``window.fit`` returned
+            the definition and ``"reference"`` take the scores of the backend that fitted it.
         bitwise: whether any difference counts. By default one counts that exceeds the error budget of a float32 kernel,
             see :func:`budget`.
 
@@ -124,7 +125,7 @@ def _name(kernel: Kernel, side: str) -> str:
 def _tokens(kernel: Kernel, example: PolicyLossExample) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """loss_t and gradient ``[T]`` in float64 on the CPU, as far as the kernel gives them."""
     if isinstance(kernel, str):
-        moved = move(example, device_of(kernel))
+        moved = move(example.with_scores_of_threshold() if kernel == "reference" else example, device_of(kernel))
         outcome: Outcome = run_policy_loss(policy_loss, moved, report=("tokens",), backend=kernel)
     else:
         outcome = _called(kernel, example)
@@ -148,7 +149,7 @@ def _called(kernel: Callable[..., Any], example: PolicyLossExample) -> Outcome:
 
 def _by_definition(example: PolicyLossExample, token: int) -> tuple[dict[str, float], str, tuple[ExplainedLevel, ...]]:
     """What the reference reads of a token in float64, and its way through the gates."""
-    example = move(example, "cpu")
+    example = move(example.with_scores_of_threshold(), "cpu")
     entropy = {name: value.double() for name, value in example.keywords.items() if name == "entropy"}
     example = example._replace(logp=example.logp.detach().double()).given(**entropy)
     keywords = {name: value for name, value in example.keywords.items() if name != "report"}

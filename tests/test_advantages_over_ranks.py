@@ -40,6 +40,10 @@ def units():
 A = advantages
 CALLS = {
     "grpo": lambda wrap, u: wrap(A.grpo)(u["rewards"], u["groups"], mask=u["flags"]),
+    "grpo by name": lambda wrap, u: wrap(A.grpo)(rewards=u["rewards"], mask=u["flags"], group_ids=u["groups"]),
+    "pass_at_k by name": lambda wrap, u: wrap(functools.partial(A.pass_at_k, k=2))(
+        group_ids=u["groups"], is_correct=u["flags"]
+    ),
     "lite_ppo": lambda wrap, u: wrap(functools.partial(A.lite_ppo, ddof=0))(u["rewards"], u["groups"]),
     "gdpo": lambda wrap, u: wrap(A.gdpo)(u["several"], u["groups"], lengths=u["lengths"]),
     "dvao": lambda wrap, u: wrap(A.dvao)(u["several"], u["groups"], (1.0, 2.0)),
@@ -185,6 +189,13 @@ def test_nothing_holds_the_process_group(ranks):
 def test_estimators_that_need_the_units_are_refused():
     with pytest.raises(ValueError, match="tables: g2rpo needs the units themselves; gather them with tables=False"):
         over_ranks(advantages.g2rpo, tables=True)
+
+
+def test_a_call_without_rewards_is_refused():
+    """By the estimator's own name of them."""
+    for estimator, name in ((advantages.grpo, "rewards"), (functools.partial(advantages.pass_at_k, k=2), "is_correct")):
+        with pytest.raises(TypeError, match=f"^{name}: expected a tensor, got <class 'NoneType'>$"):
+            over_ranks(estimator)(group_ids=torch.tensor([7, 7]))
 
 
 def test_what_cannot_be_gathered_is_refused():

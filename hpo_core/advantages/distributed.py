@@ -71,16 +71,17 @@ def _run(
     estimator: Callable[..., torch.Tensor],
     process_group: torch.distributed.ProcessGroup | None,
     /,
-    first: torch.Tensor,
-    *rest: Any,
+    *arguments: Any,
     **keywords: Any,
 ) -> torch.Tensor:
-    require_type(isinstance(first, torch.Tensor), "rewards: expected a tensor, got {}", type(first))
     group: Any = torch.distributed.group.WORLD if process_group is None else process_group
     if isinstance(estimator, functools.partial):  # what is fixed belongs to units, too
         check(not estimator.args, "estimator: expected a partial of keywords only, got {}", estimator.args)
         keywords = estimator.keywords | keywords
         estimator = estimator.func
+    name = next(iter(inspect.signature(estimator).parameters), "rewards")
+    first, *rest = arguments or (keywords.pop(name, None),)
+    require_type(isinstance(first, torch.Tensor), "{}: expected a tensor, got {}", name, type(first))
     parts = gather(first.movedim(-1, 0), group)  # rewards [C, U], or [U]
     whole = estimator(
         torch.cat(parts).movedim(0, -1),

@@ -25,7 +25,7 @@ import torch.distributed
 
 from . import ops
 from .arguments import examines
-from .batch import PackedBatch, renumber, row_counts
+from .batch import PackedBatch, alone_without, renumber, row_counts
 from .checks import check, check_device, check_dtype, check_shape, require_type
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
@@ -176,8 +176,7 @@ def prompt_mean(
     check(batch.group_ids is not None, "group_ids: prompt_mean needs them; pass group_ids to PackedBatch")
     assert batch.group_ids is not None
     counts = _counts(batch, selected)
-    alone = -1 - torch.arange(batch.rows, device=batch.device)  # a row outside every group is one by itself
-    group, _, _ = renumber(torch.where(batch.group_ids < 0, alone, batch.group_ids))
+    group, _, _ = renumber(alone_without(batch.group_ids))
     tokens = torch.zeros_like(counts).scatter_add_(0, group, counts)  # integer sums do not depend on the order
     scale = _scale(batch, (tokens > 0).sum(), total, process_group, gradient_reduction, ranks)
     return _over(scale, tokens[group])

@@ -263,7 +263,7 @@ struct Sweeps {
     counts.add_to(partial.slots, negative);
     // Without weights the flows are multiples of one number, so that their sum has no order.
     const double tokens = plan.weighs ? scratch.weights.total() : double(counts.present);
-    if (counts.present == 0) return 0.0f;  // nobody has looked at the coefficient, which may be NaN
+    if (counts.present == 0) return 0.0f;  // the coefficient has not been checked, and may be NaN
     partial.sums[kLossSum][0] += tokens * double(value);
     if (plan.carries) flow.past_token[0] = tokens * double(value * token.rising_step);
     if (plan.by_sign) flow.by_sign[negative] = tokens * double(value);

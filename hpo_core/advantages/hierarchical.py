@@ -128,7 +128,7 @@ def hgpo(
     check_units(step_rewards=step_rewards, group_ids=group_ids, trajectory_ids=trajectory_ids, anchor_ids=anchor_ids)
     check(0 <= history <= 6, "history: expected 0 to 6 earlier observations, got {}", history)
     offset = 2 if check_compat(compat) else 1
-    is_number = alpha * math.log(history + offset) < 700
+    is_number = alpha * math.log(history + offset) < 700  # e^709 is the largest double
     check(is_number, "alpha: expected a power whose weight {}^alpha is a number, got {}", history + offset, alpha)
     steps = chains(among(trajectory_ids, group_ids >= 0), positions)
     returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))

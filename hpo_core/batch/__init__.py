@@ -1,7 +1,7 @@
 """How tokens form rows, and rows form the levels above them."""
 
 from .cuts import MicroBatch
-from .hierarchy import Hierarchy, LeafTables, renumber, row_counts
+from .hierarchy import Hierarchy, LeafTables, alone_without, renumber, row_counts
 from .packed import PackedBatch
 
-__all__ = ["Hierarchy", "LeafTables", "MicroBatch", "PackedBatch", "renumber", "row_counts"]
+__all__ = ["Hierarchy", "LeafTables", "MicroBatch", "PackedBatch", "alone_without", "renumber", "row_counts"]

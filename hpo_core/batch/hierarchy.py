@@ -88,5 +88,10 @@ def renumber(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return torch.empty_like(ranks).scatter_(0, order, ranks), ranks, order
 
 
+def alone_without(ids: torch.Tensor) -> torch.Tensor:
+    """The ids ``[S]``, with a negative number of its own for each negative one, which means none."""
+    return torch.where(ids < 0, -1 - torch.arange(ids.numel(), device=ids.device), ids)
+
+
 def row_counts(batch: PackedBatch) -> torch.Tensor:
     return ops.row_counts(batch.mask, batch.cu_seqlens, batch.total_tokens, None)

@@ -147,6 +147,7 @@ def flat_values(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype:
 
 
 def check_offsets(first: int, last: int) -> None:
+    """Check the offsets of a window's first and last token."""
     for name, offset in (("first", first), ("last", last)):
         _check_integer(name, offset)
         check(abs(offset) <= _FARTHEST, "{}: expected an offset from -2^62 to 2^62, got {}", name, offset)

@@ -16,7 +16,7 @@ import torch
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch, renumber
+from ..batch import PackedBatch, alone_without, renumber
 from ..checks import check, check_dtype, check_tokens, check_units, examined
 from ..specs import OrderRule
 from .ratio_gate import GateInputs
@@ -330,7 +330,7 @@ def gbpo_target(
     check_dtype("scores", scores, _NUMBERS, "use scores.float()")
     x = scores.double()
     ids = torch.zeros(x.shape, dtype=torch.int64, device=x.device) if group_ids is None else group_ids
-    group, _, _ = renumber(torch.where(ids < 0, -1 - torch.arange(ids.numel(), device=ids.device), ids))
+    group, _, _ = renumber(alone_without(ids))
     zeros = x.new_zeros(x.numel())
     size = zeros.index_add(0, group, torch.ones_like(x))
     mean = zeros.index_add(0, group, x) / size.clamp(min=1)

@@ -51,6 +51,7 @@ def check_pair(name: str, pair: object) -> None:
 
 
 def check_bounds_alone(name: str, gate: object) -> None:
+    """Check that a clip has no slopes and weights beyond its bounds."""
     check(
         not isinstance(gate, Clip) or gate == Clip(gate.low, gate.high),
         "{}: slopes and weights beyond the bounds are for the clip of tokens, got {!r}; drop them",

@@ -21,9 +21,9 @@ from ranks import on_ranks
 import hpo_core as hpo
 
 if hpo.backends()["triton"] and os.environ["TRITON_INTERPRET"] == "1":
-    from interpreter import patch_once_per_launch
+    from interpreter import patch_interpreter
 
-    patch_once_per_launch()
+    patch_interpreter()
 
 # The first backward of a process decides how many threads autograd has. After a compilation a torch for CUDA counts a
 # device for it where there is none, and processes forked from this one could not differentiate.

@@ -2,9 +2,9 @@
 
 Most of the interpreter's time goes into what is the same at every call: it replaces the functions of
 ``triton.language`` by its own at every call of a device function (and never undoes the replacement of a nested call),
-and it makes shapes, types and their names anew for every tensor. Here each module's view of the language is patched
-once per launch and restored when the launch ends, and types of one kind share one shape, as do their tensors. The
-interpreter also checks integers for overflow, which it reports in debug mode only; here it does not. Operands of one
+reads the signature of a kernel twice at every launch, and makes shapes, types and their names anew for every tensor.
+Here the language is patched once for each module, signatures are read once, and types of one kind share one shape, as
+do their tensors. The interpreter also checks integers for overflow, which it reports in debug mode only; here it does not. Operands of one
 type, and floats beside numbers of Python, skip the search for a common type; constants are made once.
 
 In older Tritons it computes ``tl.fma`` with two roundings, where every compiler rounds once, lets NaN win in
@@ -13,6 +13,7 @@ refuses; here it does as in newer ones.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 from types import SimpleNamespace
@@ -22,22 +23,19 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 
-def patch_once_per_launch() -> None:
+def patch_interpreter() -> None:
     patch_language = interpreter._patch_lang
-    patched = {}  # id of a module's globals -> the scope that restores them
+    patched = {}  # id of a module's globals -> these, so that the id stays theirs
+    kept = SimpleNamespace(restore=lambda: None)
 
-    def restore():
-        for scope in reversed(patched.values()):
-            scope.restore()
-        patched.clear()
-
-    def patch_once(function):
-        outermost = not patched
+    def patch_language_once(function):
         if id(function.__globals__) not in patched:
-            patched[id(function.__globals__)] = patch_language(function)
-        return SimpleNamespace(restore=restore if outermost else lambda: None)
+            patched[id(function.__globals__)] = function.__globals__
+            patch_language(function)
+        return kept
 
-    interpreter._patch_lang = patch_once
+    interpreter._patch_lang = patch_language_once
+    interpreter.inspect = inspect_once()
     interpreter._patch_builtin = patch_remembered_builtins
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
@@ -51,6 +49,19 @@ def patch_once_per_launch() -> None:
         let_numbers_win()
         know_constants_of_bfloat16()
         make_indices_of_scalars()
+
+
+def inspect_once():
+    """The module ``inspect``, whose functions of a signature remember it."""
+    signature = functools.cache(inspect.signature)
+
+    def getcallargs(function, *args, **kwargs):
+        bound = signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.arguments
+
+    getfullargspec = functools.cache(inspect.getfullargspec)
+    return SimpleNamespace(**vars(inspect) | {"getcallargs": getcallargs, "getfullargspec": getfullargspec})
 
 
 FLOATS = {"fp32", "fp64"}

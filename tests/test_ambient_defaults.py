@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreter import patch_once_per_launch
+from interpreter import patch_interpreter
 from mutants import forget_backends
 from valid_calls import calls, tensors_of
 
@@ -151,6 +151,6 @@ def under(name: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    patch_once_per_launch()
+    patch_interpreter()
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         print(json.dumps(dict(zip(sys.argv[1:], pool.map(under, sys.argv[1:], chunksize=1), strict=True))))

@@ -217,9 +217,9 @@ def walk(backend: str, stride: int = 1) -> dict[str, str]:
 def _work(skip: int, stride: int) -> None:
     warnings.simplefilter("ignore")
     if os.environ["HPO_CORE_BACKEND"] == "triton":
-        from interpreter import patch_once_per_launch
+        from interpreter import patch_interpreter
 
-        patch_once_per_launch()
+        patch_interpreter()
     _start_distributed()
     number = places = 0
     for at, call in enumerate(calls()):

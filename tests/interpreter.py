@@ -4,8 +4,9 @@ Most of the interpreter's time goes into what is the same at every call: it repl
 ``triton.language`` by its own at every call of a device function (and never undoes the replacement of a nested call),
 reads the signature of a kernel twice at every launch, and makes shapes, types and their names anew for every tensor.
 Here the language is patched once for each module, signatures are read once, and types of one kind share one shape, as
-do their tensors. The interpreter also checks integers for overflow, which it reports in debug mode only; here it does not. Operands of one
-type, and floats beside numbers of Python, skip the search for a common type; constants are made once.
+do their tensors. The interpreter also checks integers for overflow, which it reports in debug mode only; here it does
+not. Operands of one type, and floats beside numbers of Python, skip the search for a common type; constants are made
+once.
 
 In older Tritons it computes ``tl.fma`` with two roundings, where every compiler rounds once, lets NaN win in
 ``tl.minimum`` and ``tl.maximum``, knows no constant of bfloat16, and makes an index of a scalar in a way that NumPy 2.4

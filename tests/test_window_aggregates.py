@@ -45,7 +45,7 @@ def run(backend, values, batch, window):
 
 
 def naive(values, batch, window):
-    """The definition with a loop over the tokens of each row, in Python's floats."""
+    """The definition with a loop over the tokens of each row, in Python's floats. A row spans its valid tokens."""
     values = values.tolist()
     mask = [True] * len(values) if batch.mask is None else batch.mask.tolist()
     width = window.last - window.first + 1
@@ -58,7 +58,7 @@ def naive(values, batch, window):
                 scores[t] = math.nan
                 continue
             positions = range(t + window.first, t + window.last + 1)
-            inside = [p for p in positions if begin <= p < end]
+            inside = [p for p in positions if valid[0] <= p <= valid[-1]]
             terms = [values[p] for p in inside if mask[p] and math.isfinite(values[p])]
             cut = len(inside) < width and window.boundary in ("full", "carry")
             if cut or not terms or (window.invalid == "break" and len(terms) < len(inside)):
@@ -85,6 +85,24 @@ def test_every_aggregate_is_that_of_a_loop(backend, window):
         values[7] = math.nan
         expected = naive(values, batch, window)
         torch.testing.assert_close(run(backend, values, batch, window), expected, rtol=3e-7, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("boundary", "invalid"), list(itertools.product(("full", "shrink", "zero", "carry"), ("skip", "break")))
+)
+def test_padding_on_either_side_changes_no_score(backend, boundary, invalid):
+    """Rows of 5, 0, 2 and 8 tokens, of which the last has a hole: packed, and in a rectangle with garbage around."""
+    window = Window(-1, 2, "mean", boundary, invalid)
+    lengths, hole = (5, 0, 2, 8), torch.arange(15) == 10
+    values = torch.rand(15, generator=torch.Generator().manual_seed(0))
+    packed = run(backend, values, hpo.PackedBatch.from_lengths(lengths, mask=~hole), window)
+    inside = torch.zeros((4, 11), dtype=torch.bool)
+    for row, (begin, length) in enumerate(zip((2, 0, 9, 3), lengths, strict=True)):
+        inside[row, begin : begin + length] = True
+    padded, mask = torch.full((4, 11), math.inf), inside.clone()
+    padded[inside], mask[inside] = values, ~hole
+    out = run(backend, padded, hpo.PackedBatch.from_padded(mask), window)
+    assert torch.equal(out[inside], packed) and (out[~inside] == -math.inf).all()
 
 
 @pytest.mark.long

@@ -275,6 +275,23 @@ class PackedBatch:
         row = self.row_of_token()
         return (row >= 0) & (row.diff(prepend=row.new_full((1,), -1)) != 0)
 
+    def spans(self) -> torch.Tensor:
+        """The rows as windows see them: each from its first valid token to its last, because masked tokens before and
+        behind these are padding. These are the rows 1, 3, ... of the offsets ``[2 S + 2]``; the others are padding.
+
+        >>> PackedBatch.from_lengths([3, 2], mask=torch.tensor([False, True, False, True, True])).spans()
+        tensor([0, 1, 2, 3, 5, 5])
+        """
+        if self.mask is None:
+            return self.cu_seqlens
+        counts, offsets = self.mask.cumsum(0), self.cu_seqlens.clamp(0, self.total_tokens)
+        counted = torch.nn.functional.pad(counts, (1, 0)).gather(0, offsets)  # [S + 1]
+        before, after = counted.narrow(0, 0, self.rows), counted.narrow(0, 1, self.rows).contiguous()
+        begin, end = torch.searchsorted(counts, before + 1), torch.searchsorted(counts, after) + 1
+        start = offsets.narrow(0, 0, self.rows)
+        spans = torch.stack([torch.where(after > before, place, start) for place in (begin, end)], 1)  # [S, 2]
+        return torch.cat((offsets.narrow(0, 0, 1), spans.flatten(), offsets.narrow(0, self.rows, 1)))
+
     def without_first_tokens(self) -> PackedBatch:
         """The batch with the first token of each row masked, because no logits of the row predict it.
 

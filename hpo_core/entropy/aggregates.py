@@ -27,7 +27,8 @@ ROUNDING = "thresholds on 16-bit entropies pick wrong tokens; compute and store 
 class Window:
     """The window ``{t + first, ..., t + last}`` of a token t, cut by the token's row, and its aggregate.
 
-    Frozen, hashable, picklable.
+    A row begins at its first valid token and ends at its last: masked tokens outside are padding, and how many there
+    are changes no score. Frozen, hashable, picklable.
 
     Args:
         first, last: integers, ``first <= last``.
@@ -107,7 +108,7 @@ def window_aggregate(
     require_type(isinstance(window, Window), "window: expected a Window, got {!r}", window)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     rules = (_BOUNDARIES[window.boundary], _INVALID[window.invalid], backend, _AGGREGATES[window.aggregate])
-    score = ops.window_score(flat, batch.mask, batch.cu_seqlens, window.first, window.last, *rules)
+    score = ops.window_score(flat, batch.mask, batch.once(PackedBatch.spans), window.first, window.last, *rules)
     return score.reshape(values.shape)
 
 

@@ -92,8 +92,9 @@ class EntropyWindow:
     def score(self, entropy: torch.Tensor, batch: PackedBatch, *, backend: str | None = None) -> torch.Tensor:
         """The windowed means ``[T]`` that are compared, -inf where undefined."""
         flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
+        rows = batch.cu_seqlens if self.first == self.last == 0 else batch.once(PackedBatch.spans)
         window = (self.first, self.last, self.boundary, self.invalid)
-        return ops.window_score(flat, batch.mask, batch.cu_seqlens, *window, backend)
+        return ops.window_score(flat, batch.mask, rows, *window, backend)
 
     @examines
     def fit(
@@ -250,8 +251,9 @@ def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch
 def ares(window: int = 4, quantile: str | Fraction | float = "0.95", *, scope: str = "batch") -> EntropyWindow:
     """High-entropy windows of ARES: forward means at or above their batch quantile (arXiv 2510.08457).
 
-    ``Hbar_t = mean of H over {t, ..., t + window - 1}``, full windows only; the mask is ``Hbar_t >= tau`` with tau the
-    exact batch quantile of the same window means. With ``window=1`` it is ``forking_tokens("0.05")``.
+    ``Hbar_t = mean of H over {t, ..., t + window - 1}``, full windows only: those inside the response. The mask is
+    ``Hbar_t >= tau`` with tau the exact batch quantile of the same window means. With ``window=1`` it is
+    ``forking_tokens("0.05")``.
 
     Args:
         window: 4 (the paper finds 4 to 8 best).

@@ -351,6 +351,12 @@ class Native:
         self._call(self.module.row_counts, cu_seqlens, total_tokens, rows, mask, cu_seqlens, counts)
         return counts
 
+    def row_spans(self, mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
+        rows = cu_seqlens.numel() - 1
+        spans = cu_seqlens.new_empty(2 * rows + 2)
+        self._call(self.module.row_spans, cu_seqlens, total_tokens, rows, mask, cu_seqlens, spans)
+        return spans
+
     def uninitialised(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor that a kernel fills. On the CPU it asks for large pages: faults on small ones take longer than the
         kernel."""

@@ -48,7 +48,7 @@ UNITS = {
             "cpu/gates.cpp", "cpu/hierarchy.cpp", "cpu/logprobs.cpp", "cpu/scopes.cpp", "cpu/segments.cpp"],
     "cuda_emulated": ["cuda/advantages.cu", "cuda/corrections.cu", "cuda/entropy.cu",
                       "cuda/entropy_selection.cu", "cuda/gates.cu", "cuda/hierarchy.cu", "cuda/logprobs.cu",
-                      "cuda/loss_from_logits.cu", "cuda/scale.cu", "cuda/scopes.cu"],
+                      "cuda/loss_from_logits.cu", "cuda/scale.cu", "cuda/scopes.cu", "cuda/segments.cu"],
 }  # fmt: skip
 # Nothing is optimised: the tests that kill take less time than the compiler would.
 COMPILER = (*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O0", "-w")

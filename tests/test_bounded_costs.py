@@ -118,6 +118,7 @@ def test_offsets_rewritten_during_calls(native_backends):
                         hpo.policy_loss_and_grad(x, x, x[:rows], batch, gate, weights=x[:rows], backend=backend)
                     hpo.entropy.ares(scope="call").fit(x, batch, backend=backend)
                     torch.ops.hpo_core.row_counts(None, offsets, tokens, backend)
+                    torch.ops.hpo_core.row_spans(x > 0, offsets, tokens, backend)
                     recurrence(x, x, offsets, backend=backend)
                     statistics(values, ids, backend=backend)
                     hpo.token_logprobs(torch.zeros(32, 100), targets, backend=backend)

@@ -103,6 +103,26 @@ MUTANTS = {
         "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
         "test_promises.test_masked_is_never_read", {"name": "preset: ppo_clip"},
     ),
+    "cuda: a span ends with the first lane that has a valid token": Mutant(
+        "cuda_emulated", "cuda/segments.cu",
+        "31 - __clz(int(found))", "__ffs(int(found)) - 1",
+        "test_segments.test_spans_of_long_rows_with_few_valid_tokens", {},
+    ),
+    "cuda: a span begins at the end of four tokens": Mutant(
+        "cuda_emulated", "cuda/segments.cu",
+        "(__ffs(int(four[i])) - 1) / 8", "3",
+        "test_segments.test_spans_of_long_rows_with_few_valid_tokens", {},
+    ),
+    "cpu: a span begins where the row does": Mutant(
+        "cpu", "cpu/segments.cpp",
+        "while (begin < end && !args.mask[begin]) ++begin;", "",
+        "test_segments.test_spans_of_long_rows_with_few_valid_tokens", {},
+    ),
+    "triton: a span ends with its first tile": Mutant(
+        "triton", "segments.py",
+        "tile = range_.end - TILE\n", "tile = range_.begin + (begin - range_.begin) // TILE * TILE\n",
+        "test_segments.test_spans_of_long_rows_with_few_valid_tokens", {},
+    ),
     "cuda: rows that overlap count as sound ones": Mutant(
         "cuda_emulated", "cuda/gates.cu",
         "args.metrics[kBadOffsets] > 0.0", "false",

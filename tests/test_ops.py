@@ -417,7 +417,8 @@ def test_dispatch_modes_see_the_operators():
         assert torch.equal(gradient(given.loss, given), plain)
         hpo.policy_loss_and_grad(given.logp, given.old_logp, given.advantages, given.batch)
     seen = [name.split(".")[1] for name in log.names if name.startswith("hpo_core")]
-    expected = ["group_normalise", "window_score", "order_statistic", *["row_counts", "policy_loss"] * 3]
+    single = ["group_normalise", "row_spans", "window_score", "order_statistic"]
+    expected = [*single, *["row_counts", "policy_loss"] * 3]
     assert seen == expected
 
 
@@ -609,6 +610,7 @@ def test_opcheck_the_others():
     for operator, arguments in (
         (OPERATORS.row_counts, (batch.mask, batch.cu_seqlens, batch.total_tokens, "")),
         (OPERATORS.row_counts, (None, batch.cu_seqlens, batch.total_tokens, "cpu")),
+        (OPERATORS.row_spans, (batch.mask, batch.cu_seqlens, batch.total_tokens, "")),
         (OPERATORS.window_score, (given.entropy, batch.mask, batch.cu_seqlens, 0, 3, 1, 0, "")),
         (OPERATORS.window_score, (given.entropy, batch.mask, batch.cu_seqlens, -1, 3, 3, 1, "", 2)),
         (OPERATORS.order_statistic, (given.entropy, 19, 20, 0, "")),

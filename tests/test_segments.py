@@ -26,6 +26,12 @@ def counts(backend, mask, offsets, tokens):
     return ops.row_counts(mask, offsets.to(device), tokens, backend).cpu()
 
 
+def assert_spans(backend, mask, offsets):
+    device = testing.device_of(backend)
+    spans = ops.row_spans(mask.to(device), offsets.to(device), mask.numel(), backend).cpu()
+    assert torch.equal(spans, reference.row_spans(mask, offsets, mask.numel()))
+
+
 @hypothesis.given(layout=testing.layouts(rows=8, longest=12))
 def test_counts(backend, layout):
     batch = layout.batch()
@@ -50,6 +56,8 @@ def test_any_offsets(backend, offsets, masked):
     mask = torch.tensor([True, True, False, True, False, True, True, True]) if masked else None
     cu_seqlens = torch.tensor(offsets, dtype=torch.int64)
     assert torch.equal(counts(backend, mask, cu_seqlens, 8), reference.row_counts(mask, cu_seqlens, 8))
+    if masked:
+        assert_spans(backend, mask, cu_seqlens)
 
 
 def test_no_tokens(backend):
@@ -63,6 +71,23 @@ def test_mask_that_starts_off_alignment(backend):
     for shift in range(1, 4):
         view = mask[shift : shift + 66]
         assert torch.equal(counts(backend, view, offsets, 66), reference.row_counts(view, offsets, 66))
+        assert_spans(backend, view, offsets)
+
+
+def test_spans_of_long_rows_with_few_valid_tokens(backend):
+    """Up to three steps of a warp or a program from either end, and beyond the last token of the row before."""
+    offsets, draw = torch.tensor([0, 1700, 1700, 1701, 3900, 4000]), torch.Generator().manual_seed(0)
+    for size in (1, 2, 3, 8):
+        mask = torch.zeros(4001, dtype=torch.bool)
+        mask[torch.randint(0, 3900, (size,), generator=draw)] = True
+        assert_spans(backend, mask, offsets)
+    assert_spans(backend, torch.ones(4001, dtype=torch.bool), offsets)
+    assert_spans(backend, torch.zeros(0, dtype=torch.bool), torch.tensor([0]))
+
+
+def test_reference_row_spans():
+    mask = torch.tensor([False, True, False, True, True, False])
+    assert reference.row_spans(mask, torch.tensor([0, 3, 3, 5, 6]), 6).tolist() == [0, 1, 2, 3, 3, 3, 5, 5, 5, 6]
 
 
 def test_the_batch_counts_its_rows():

@@ -144,10 +144,9 @@ def test_nothing_synchronises():
 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_kernels_of_the_single_call(gate):
-    """Four ops and no kernel of torch's forward; the seed and the product backward. Of a masked batch torch finds the
-    spans of rows, which a batch with data keeps."""
+    """Five ops and no kernel of torch's forward; the seed and the product backward."""
     make = Device()
-    batch = make.batch(group_ids=make.ids()).replace(mask=None, validate=False)
+    batch = make.batch(group_ids=make.ids())
     logp, old_logp, entropy = make(64).requires_grad_(), make(64), make(64)
     weights = make(8)
     with OnDevice() as device, NoHostData():
@@ -157,7 +156,7 @@ def test_kernels_of_the_single_call(gate):
         forward, device.kernels = device.kernels, []
         result.loss.backward()
     assert forward == [
-        f"hpo_core::{op}" for op in ("group_normalise", "window_score", "order_statistic", "policy_loss")
+        f"hpo_core::{op}" for op in ("group_normalise", "row_spans", "window_score", "order_statistic", "policy_loss")
     ]
     assert device.kernels == ["aten::ones_like", "aten::mul"]
 

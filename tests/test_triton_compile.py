@@ -90,6 +90,7 @@ REGISTERS = {
     ("correction: LOG_RATIO TOKEN BAND", "_correct_tokens"): 59,
     ("row_counts", "_begin_counts"): 28,
     ("row_counts", "_count_rows"): 46,
+    ("row_spans", "_find_spans"): 28,
     ("window_score", "_score_windows"): 76,
     ("window_score, maximum", "_score_windows"): 76,
     ("window_score, maximum", "_carry_rows"): 40,
@@ -477,6 +478,7 @@ def sweep():
         mean = Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND
         corrections.correction(leaves, CorrectionSpec(*mean, True, False, (-low, low), (high, 1.0)))
         segments.row_counts(mask, offsets, tokens)
+        segments.row_spans(mask, offsets, tokens)
         for first, last in ((0, 0), (1, 4), (-16, 0)):
             entropy.window_score(batch.logp, mask, offsets, first, last, Boundary.FULL, Invalid.SKIP)
         for quantile in ((1, 1), (16, 32), (3602879701896397, 2**52)):
@@ -564,6 +566,7 @@ def test_sizes_and_numbers_never_compile_again():
         "_correct_tokens": 1,
         "_begin_counts": 1,
         "_count_rows": 1,
+        "_find_spans": 1,
         "_score_windows": 1,
         "_select_top": 1,
         "_select": 1,

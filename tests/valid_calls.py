@@ -551,6 +551,7 @@ def _operators() -> Iterator[Call]:
     statistics = torch.cat((_LOGITS.amax(1)[None], _LOGITS[:, :2].t() + 1))
     given: list[tuple[str, dict[str, Any], str]] = [
         ("row_counts", {**tokens, "total_tokens": 11, "backend": ""}, "cu_seqlens"),
+        ("row_spans", {**tokens, "total_tokens": 11, "backend": ""}, "cu_seqlens"),
         (
             "group_statistics",
             {"values": rewards, "ids": ids, "weights": _UNITS["lengths"], "mask": _UNITS["mask"], "backend": ""},

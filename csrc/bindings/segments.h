@@ -1,4 +1,4 @@
-// row_counts, group_statistics and recurrence.
+// row_counts, row_spans, group_statistics and recurrence.
 #pragma once
 #include "arguments.h"
 
@@ -14,6 +14,12 @@ inline void bind_segments(py::module_& m) {
     args.cu_seqlens = offsets.data();
     args.counts = pointer<int64_t>(counts);
     run([&] { return hpo_row_counts(&args, context); });
+  });
+
+  m.def("row_spans", [](int64_t tokens, int64_t rows, Address mask, Address cu_seqlens, Address spans, int64_t context) {
+    const Offsets offsets(cu_seqlens, rows);
+    const RowSpansArgs args = {tokens, rows, pointer<const uint8_t>(mask), offsets.data(), pointer<int64_t>(spans)};
+    run([&] { return hpo_row_spans(&args, context); });
   });
 
   m.def("group_statistics_workspace", &hpo_group_statistics_workspace);

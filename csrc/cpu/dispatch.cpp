@@ -37,6 +37,7 @@ namespace {
   DO(isa, order_statistics_workspace) \
   DO(isa, order_statistics)           \
   DO(isa, row_counts)                 \
+  DO(isa, row_spans)                  \
   DO(isa, token_logprobs)             \
   DO(isa, token_logprobs_backward)    \
   DO(isa, widen)
@@ -192,6 +193,10 @@ int hpo_order_statistics(const hpo::OrderStatisticsArgs* args, int64_t context) 
 
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {
   return run(context, [&](const Kernels& kernels, int threads) { kernels.row_counts(*args, threads); });
+}
+
+int hpo_row_spans(const hpo::RowSpansArgs* args, int64_t context) {
+  return run(context, [&](const Kernels& kernels, int threads) { kernels.row_spans(*args, threads); });
 }
 
 int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context) {

@@ -25,6 +25,7 @@
   int64_t order_statistics_workspace(int64_t tokens, int64_t segments);                                                  \
   void order_statistics(const OrderStatisticsArgs& args, int threads);                                                   \
   void row_counts(const RowCountsArgs& args, int threads);                                                               \
+  void row_spans(const RowSpansArgs& args, int threads);                                                                 \
   void token_logprobs(const LogprobsArgs& args, int threads);                                                            \
   void token_logprobs_backward(const LogprobsBackwardArgs& args, int threads);                                           \
   void widen(const uint16_t* from, float* to, int64_t count, int threads);                                               \

@@ -1,4 +1,5 @@
-// row_counts: the valid tokens of every row; recurrence: a scan from the end of every row to its start.
+// row_counts: the valid tokens of every row; row_spans: the first and the last of them; recurrence: a scan from the end of
+// every row to its start.
 #include <algorithm>
 
 #include "kernels.h"
@@ -22,6 +23,21 @@ void row_counts(const RowCountsArgs& args, int threads) {
         add_to_row(args.counts[segment.row], valid, rows.continues_elsewhere(segment.row, chunk));
       }
     });
+  });
+}
+
+// The mask is read up to a row's first valid token from either end.
+void row_spans(const RowSpansArgs& args, int threads) {
+  args.spans[0] = args.cu_seqlens[0], args.spans[2 * args.rows + 1] = args.cu_seqlens[args.rows];
+  for_each_range(args.rows, worthwhile(threads, args.tokens), [&](int64_t first, int64_t behind) {
+    for (int64_t row = first; row < behind; ++row) {
+      const Range range = row_range(args.cu_seqlens, row, args.tokens);
+      int64_t begin = range.begin, end = range.end;
+      while (begin < end && !args.mask[begin]) ++begin;
+      while (begin < end && !args.mask[end - 1]) --end;
+      args.spans[2 * row + 1] = begin < end ? begin : range.begin;
+      args.spans[2 * row + 2] = begin < end ? end : range.begin;
+    }
   });
 }
 

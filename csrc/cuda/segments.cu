@@ -1,4 +1,4 @@
-// row_counts and recurrence, each in one launch. The definitions are hpo_core/reference/segments.py.
+// row_counts, row_spans and recurrence, each in one launch. The definitions are hpo_core/reference/segments.py.
 //
 // In row_counts a block takes eight neighbouring rows. A warp counts a short row alone; all warps count a long row together,
 // so that one long row among short ones does not keep a single warp busy.
@@ -80,6 +80,62 @@ __global__ void __launch_bounds__(kThreads) count_rows(const RowCountsArgs args)
   }
 }
 
+// The first and last token in [begin, end) of 16 aligned ones that is valid; {end, -1} if none is.
+struct Ends {
+  int64_t first, last;
+};
+
+__device__ __forceinline__ Ends ends_of_sixteen(const uint8_t* mask, int64_t begin, int64_t end, int64_t token) {
+  unsigned four[4] = {};
+  if (begin <= token && token + 16 <= end) {
+    const uint4 bytes = __ldg(reinterpret_cast<const uint4*>(mask + token));
+    four[0] = bytes.x, four[1] = bytes.y, four[2] = bytes.z, four[3] = bytes.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (begin <= token + i && token + i < end) four[i / 4] |= unsigned(__ldg(mask + token + i) != 0) << (i % 4 * 8);
+    }
+  }
+  Ends ends = {end, -1};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (!four[i]) continue;
+    const int64_t last = token + 4 * i + (31 - __clz(int(four[i]))) / 8;
+    ends = {ends.last < 0 ? token + 4 * i + (__ffs(int(four[i])) - 1) / 8 : ends.first, last};
+  }
+  return ends;
+}
+
+// A warp reads the mask of a row, 512 tokens at once, from either end up to a valid token.
+__global__ void __launch_bounds__(kThreads) find_spans(const RowSpansArgs args) {
+  const Pack pack = {args.cu_seqlens, args.tokens, int(args.rows)};
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    args.spans[0] = args.cu_seqlens[0], args.spans[2 * args.rows + 1] = args.cu_seqlens[args.rows];
+  }
+  const int64_t step = kWarp * 16;
+#pragma unroll 1
+  for (int row = int(blockIdx.x) * kWarps + warp_in_block(); row < pack.rows; row += int(gridDim.x) * kWarps) {
+    const Range range = range_of_warp(pack, row);
+    const int64_t lead = int64_t(reinterpret_cast<uintptr_t>(args.mask + range.begin) % 16);
+    const int64_t aligned = range.begin - lead + lane() * 16;
+    int64_t begin = range.end, end = range.begin, from = aligned;
+    for (unsigned found = 0; !found && from - lane() * 16 < range.end; from += step) {
+      const int64_t first = ends_of_sixteen(args.mask, range.begin, range.end, from).first;
+      found = __ballot_sync(kFullWarp, first < range.end);
+      if (found) begin = __shfl_sync(kFullWarp, first, __ffs(int(found)) - 1);
+    }
+    if (begin < range.end) {
+      from = aligned + (range.end - range.begin + lead - 1) / step * step;
+      for (unsigned found = 0; !found; from -= step) {
+        const int64_t last = ends_of_sixteen(args.mask, range.begin, range.end, from).last;
+        found = __ballot_sync(kFullWarp, last >= 0);
+        if (found) end = __shfl_sync(kFullWarp, last, 31 - __clz(int(found))) + 1;
+      }
+    }
+    if (lane() < 2) args.spans[2 * int64_t(row) + 1 + lane()] = begin == range.end ? range.begin : lane() ? end : begin;
+  }
+}
+
 // The composed map of units, from the last one to the first, of the y after them: add + gain * y.
 struct Affine {
   double add, gain;
@@ -152,6 +208,13 @@ extern "C" int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {
   if (args->rows == 0) return 0;
   const int64_t blocks = std::min((args->rows + kWarps - 1) / kWarps, int64_t(1) << 16);
   HPO_LAUNCH(count_rows, dim3(unsigned(blocks)), dim3(kThreads), 0, reinterpret_cast<cudaStream_t>(context), *args);
+  return int(cudaGetLastError());
+}
+
+extern "C" int hpo_row_spans(const hpo::RowSpansArgs* args, int64_t context) {
+  using namespace hpo;
+  const int64_t blocks = std::min((args->rows + kWarps - 1) / kWarps + !args->rows, int64_t(1) << 16);
+  HPO_LAUNCH(find_spans, dim3(unsigned(blocks)), dim3(kThreads), 0, reinterpret_cast<cudaStream_t>(context), *args);
   return int(cudaGetLastError());
 }
 

@@ -284,13 +284,7 @@ class PackedBatch:
         """
         if self.mask is None:
             return self.cu_seqlens
-        counts, offsets = self.mask.cumsum(0), self.cu_seqlens.clamp(0, self.total_tokens)
-        counted = torch.nn.functional.pad(counts, (1, 0)).gather(0, offsets)  # [S + 1]
-        before, after = counted.narrow(0, 0, self.rows), counted.narrow(0, 1, self.rows).contiguous()
-        begin, end = torch.searchsorted(counts, before + 1), torch.searchsorted(counts, after) + 1
-        start = offsets.narrow(0, 0, self.rows)
-        spans = torch.stack([torch.where(after > before, place, start) for place in (begin, end)], 1)  # [S, 2]
-        return torch.cat((offsets.narrow(0, 0, 1), spans.flatten(), offsets.narrow(0, self.rows, 1)))
+        return ops.row_spans(self.mask, self.cu_seqlens, self.total_tokens, None)
 
     def without_first_tokens(self) -> PackedBatch:
         """The batch with the first token of each row masked, because no logits of the row predict it.

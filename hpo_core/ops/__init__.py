@@ -9,7 +9,7 @@ from .linear_logprobs import linear_token_logprobs
 from .logprob_states import over_ranks
 from .logprobs import token_logprobs
 from .scopes import interpolated, order_statistics, select_exact
-from .segments import group_statistics, recurrence, row_counts
+from .segments import group_statistics, recurrence, row_counts, row_spans
 
 __all__ = [
     "SECOND_DERIVATIVE",
@@ -26,6 +26,7 @@ __all__ = [
     "policy_loss_and_grad",
     "recurrence",
     "row_counts",
+    "row_spans",
     "select",
     "select_exact",
     "select_top",

@@ -10,7 +10,7 @@ from ..backends import resolve
 from ..checks import check, check_dtype
 from .library import OPERATORS, check_offsets, check_operand, define, handed_on, is_traced, numbers_of, register
 
-__all__ = ["group_statistics", "recurrence", "row_counts"]
+__all__ = ["group_statistics", "recurrence", "row_counts", "row_spans"]
 
 
 def row_counts(
@@ -25,6 +25,19 @@ def row_counts(
 
 
 define("row_counts(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
+
+
+def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None) -> torch.Tensor:
+    """The first offset, each row's first valid token and the one after its last, and the last offset: ``[2 S + 2]``."""
+    result: torch.Tensor
+    if is_traced(cu_seqlens):
+        result = OPERATORS.row_spans(mask, cu_seqlens, total_tokens, backend or "")
+    else:
+        result = resolve("segments", cu_seqlens, backend).row_spans(mask, cu_seqlens, total_tokens)
+    return result
+
+
+define("row_spans(Tensor mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
 
 
 def group_statistics(
@@ -95,6 +108,12 @@ register(
     "row_counts",
     handed_on("segments", "row_counts"),
     lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1),
+    _check_counted,
+)
+register(
+    "row_spans",
+    handed_on("segments", "row_spans"),
+    lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(2 * cu_seqlens.shape[0]),
     _check_counted,
 )
 register("group_statistics", handed_on("segments", "group_statistics"), _statistics_fake, _check_statistics)

@@ -8,7 +8,7 @@ import torch
 
 from ..specs import PolicyLossInputs
 
-__all__ = ["flat", "group_statistics", "of_row", "read_at", "recurrence", "row_counts", "row_of_token"]
+__all__ = ["flat", "group_statistics", "of_row", "read_at", "recurrence", "row_counts", "row_of_token", "row_spans"]
 
 
 def flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
@@ -51,6 +51,19 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
     valid = row >= 0 if mask is None else mask & (row >= 0)
     counts = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.int64, device=cu_seqlens.device)
     return counts.index_add(0, row[valid], torch.ones_like(row[valid]))
+
+
+def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
+    """The first offset, each row's first valid token and the one after its last, and the last offset: ``[2 S + 2]``.
+
+    Both are the begin of a row without a valid token, and 0 of a broken row.
+    """
+    spans = []
+    for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        begin, end = (begin, end) if 0 <= begin <= end <= total_tokens else (0, 0)
+        valid = mask[begin:end].nonzero().flatten().tolist() or [0, -1]
+        spans += [begin + valid[0], begin + valid[-1] + 1]
+    return torch.cat((cu_seqlens[:1], cu_seqlens.new_tensor(spans), cu_seqlens[-1:]))
 
 
 def group_statistics(

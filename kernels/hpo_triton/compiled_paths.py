@@ -184,6 +184,7 @@ def paths() -> Iterator[NamedCall]:
     yield _correction(Statistic.K2, Reduction.MEAN, Action.MASK, False)
     yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND, False)
     yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
+    yield "row_spans", lambda: segments.row_spans(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
     yield "window_score, maximum", lambda: _window(Boundary.CARRY, Invalid.SKIP, True, WindowAggregate.MAX)
     yield "window_score, wide", lambda: _window(Boundary.SHRINK, Invalid.SKIP, True, WindowAggregate.MEAN, last=256)

@@ -1,4 +1,4 @@
-"""Counts of valid tokens of rows, statistics of groups of units, and scans along rows."""
+"""Counts of valid tokens of rows and their spans, statistics of groups of units, and scans along rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from .groups import (
 from .launch import INTERPRETED, REGISTERS, kernel, launch
 from .rows import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_tokens
 
-__all__ = ["group_statistics", "recurrence", "row_counts"]
+__all__ = ["group_statistics", "recurrence", "row_counts", "row_spans"]
 
 ROWS = 1024  # rows of one program
+MASKED_TOKENS = 512  # tokens of a row whose mask a program reads at once
 # Rows of one program that scans, and units of each that it scans at once; the interpreter scans units one by one.
 SCANNED_ROWS, CHUNK = (1, 16) if INTERPRETED else (4, 256)
 
@@ -104,6 +105,50 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
         SLOT=SLOT_TOKENS, SLOTS=SLOTS,
     )  # fmt: skip
     return counts
+
+
+# ---------------------------------------------------------------------------------------------------------- row_spans
+
+
+@kernel
+def _find_spans(
+    cu_seqlens,  # [S + 1] int64
+    mask,  # [T]
+    spans,  # [2 S + 2] int64
+    tokens: tl.int64,
+    rows: tl.int64,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # behind the last row: the program of both ends
+    if row < rows:
+        range_ = row_range(cu_seqlens, row, rows, tokens)
+        begin, end = range_.end, range_.begin
+        tile = range_.begin
+        while tile < begin:  # up to the first valid token
+            token = tile + tl.arange(0, TILE)
+            valid = tl.load(mask + token, mask=token < range_.end, other=False)
+            begin = tl.min(tl.where(valid, token, begin))
+            tile += TILE
+        tile = range_.end - TILE
+        while tile + TILE > tl.maximum(end, begin):  # down to the last, if there is one
+            token = tile + tl.arange(0, TILE)
+            valid = tl.load(mask + token, mask=token >= begin, other=False)
+            end = tl.maximum(end, tl.max(tl.where(valid, token + 1, 0)))
+            tile -= TILE
+        is_empty = begin == range_.end
+        tl.store(spans + 2 * row + 1, tl.where(is_empty, range_.begin, begin))
+        tl.store(spans + 2 * row + 2, tl.where(is_empty, range_.begin, end))
+    else:
+        tl.store(spans, tl.load(cu_seqlens))
+        tl.store(spans + 2 * rows + 1, tl.load(cu_seqlens + rows))
+
+
+def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
+    """The first offset, the span of each row's valid tokens, and the last offset, ``[2 S + 2]`` int64."""
+    rows = cu_seqlens.numel() - 1
+    spans = cu_seqlens.new_empty(2 * rows + 2)
+    launch(_find_spans, rows + 1, cu_seqlens, mask, spans, total_tokens, rows, TILE=MASKED_TOKENS)
+    return spans
 
 
 # --------------------------------------------------------------------------------------------------- group_statistics

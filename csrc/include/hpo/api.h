@@ -362,6 +362,13 @@ struct RowCountsArgs {
   int64_t* counts;  // [rows]: valid tokens of each row
 };
 
+struct RowSpansArgs {
+  int64_t tokens, rows;
+  const uint8_t* mask;  // [tokens]
+  const int64_t* cu_seqlens;  // [rows + 1]
+  int64_t* spans;  // [2 rows + 2]: the first offset; the first valid token of each row, and the one after its last; the last
+};
+
 }  // namespace hpo
 
 // What a backend implements. They return 0, or the backend's own error code (see hpo_error). `context` is the CUDA stream, or
@@ -390,6 +397,7 @@ int hpo_select(const hpo::SelectArgs* args, int64_t context);
 int64_t hpo_order_statistics_workspace(int64_t tokens, int64_t segments);
 int hpo_order_statistics(const hpo::OrderStatisticsArgs* args, int64_t context);
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context);
+int hpo_row_spans(const hpo::RowSpansArgs* args, int64_t context);
 int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context);
 int hpo_token_logprobs_backward(const hpo::LogprobsBackwardArgs* args, int64_t context);
 // CUDA alone: values[count] *= *factor, each float32, bfloat16 or float16; they are not touched where it is 1.

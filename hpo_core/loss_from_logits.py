@@ -254,12 +254,9 @@ class _FromLogits(torch.autograd.Function):
 
 def _scaled(_: torch.Tensor | None, ctx: Any, factor: torch.Tensor) -> torch.Tensor:
     grad: torch.Tensor = ctx.grad
-    if ops.is_traced(factor):
+    if not hands_on(factor):
         return (grad * factor).to(grad.dtype)
-    if hands_on(factor):
-        ctx.grad = None
-    else:
-        grad = grad.clone()
+    ctx.grad = None
     return times(grad, factor)
 
 

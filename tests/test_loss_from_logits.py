@@ -385,6 +385,8 @@ def test_other_derivatives_are_refused_by_name(inplace):
     (expected,) = torch.autograd.grad(3 * loss(leaf * 1), leaf)
     (grad,) = torch.autograd.grad(3 * loss(leaf * 1), leaf, create_graph=True)
     assert torch.equal(grad, expected), "the first derivative alone is fine"
+    batched = torch.autograd.grad(loss(leaf * 1), leaf, torch.tensor([1.0, 3.0]), is_grads_batched=True)[0]
+    assert torch.equal(batched[1], expected), "several at once are, too"
     refused = "policy_loss_from_logits: {} derivatives .*are not supported"
     with pytest.raises(RuntimeError, match=refused.format("second")):
         torch.autograd.grad(grad.square().sum() + loss(leaf * 1), leaf)

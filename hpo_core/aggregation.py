@@ -26,7 +26,7 @@ import torch.distributed
 from . import ops
 from .arguments import examines
 from .batch import PackedBatch, alone_without, renumber, row_counts
-from .checks import check, check_device, check_dtype, check_shape, require_type
+from .checks import check, check_device, check_dtype, check_shape_of_tokens, require_type
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
 
@@ -63,7 +63,7 @@ def default(batch: PackedBatch, of_steps: bool) -> torch.Tensor:
 
 def _token_mean_in_steps(batch: PackedBatch) -> torch.Tensor:
     inside = batch.once(PackedBatch.step_of_token) >= 0
-    return token_mean(batch, selected=inside if batch.padded_shape is None else inside.reshape(batch.padded_shape))
+    return token_mean(batch, selected=inside)
 
 
 @examines
@@ -187,9 +187,8 @@ def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
     if selected is None:
         counts: torch.Tensor = batch.once(row_counts)
         return counts
-    shape = batch.padded_shape or (batch.total_tokens,)
     check_dtype("selected", selected, (torch.bool,), "pass a bool mask")
-    check_shape("selected", selected, shape, "[T] (or the padded [B, L])")
+    check_shape_of_tokens("selected", selected, batch)
     check_device("selected", selected, batch.device, "the batch")
     chosen = selected.reshape(-1) if batch.mask is None else selected.reshape(-1) & batch.mask
     return ops.row_counts(chosen.contiguous(), batch.cu_seqlens, batch.total_tokens, None)

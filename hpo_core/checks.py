@@ -20,6 +20,7 @@ __all__ = [
     "check_real",
     "check_rows",
     "check_shape",
+    "check_shape_of_tokens",
     "check_tokens",
     "check_units",
     "checked_constant",
@@ -209,8 +210,21 @@ def check_units(**given: torch.Tensor | None) -> None:
 
 
 def check_tokens(batch: Any, **given: torch.Tensor | None) -> None:
-    """:func:`check_units` for one value per token of a batch."""
+    """:func:`check_units` for one value per token of a batch, ``[T]``."""
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor):
+            check_shape_of_tokens(name, tensor, batch)
     _check_of_batch(batch, batch.total_tokens, "[T] (one per token of the batch)", given)
+
+
+def check_shape_of_tokens(name: str, tensor: torch.Tensor, batch: Any) -> None:
+    """Check that the tensor is ``[T]``, or ``[B, L]`` beside a padded batch."""
+    if tensor.shape == (batch.total_tokens,) or tensor.shape == batch.padded_shape:
+        return
+    if batch.padded_shape is not None:
+        check_shape(name, tensor, batch.padded_shape, "[B, L] (that of the padded batch)")
+    fix = "a batch of tensors [B, L] is PackedBatch.from_padded(mask)" if tensor.dim() == 2 else ""
+    check_shape(name, tensor, (batch.total_tokens,), "[T] (one per token of the batch)", fix)
 
 
 def check_rows(batch: Any, **given: torch.Tensor | None) -> None:

@@ -64,7 +64,7 @@ def slots(split: bool) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LevelMetrics:
     """The observations of the levels of a gate in one loss call, or the sum of several, still on the device.
 

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from . import ops
 from .backends import is_reference, resolve
 from .batch import PackedBatch
-from .checks import check, check_dtype, examined
+from .checks import check, check_dtype, examined, has_tangent
 from .gates import Channel, RatioGate
 from .logprobs import checked_call, token_logprobs
 from .losses import policy_loss
 from .metrics import Metrics, observed
 from .ops.gates import hands_on, times
+from .ops.library import not_differentiable
 from .ops.logprobs import readable
 from .prepared import PolicyLossOptions, prepare
 from .specs import LogitRows, PolicyLossInputs, PolicyLossSpec
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["PolicyLossFromLogits", "policy_loss_from_logits"]
+
+SECOND_DERIVATIVE = (
+    "hpo_core.policy_loss_from_logits: second derivatives are not supported (the call keeps the gradient, not a "
+    "graph); use backend='reference' to differentiate twice"
+)
+FORWARD_MODE = (
+    "hpo_core.policy_loss_from_logits: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are "
+    "not supported; use backend='reference'"
+)
 
 _NONE = -100
 _PER_TOKEN = (
@@ -106,6 +115,8 @@ def policy_loss_from_logits(
             options["entropy"] = entropy.detach()
         loss, metrics, *_ = policy_loss(logp, old_logp, advantages, batch, gate, **options)
         return PolicyLossFromLogits(loss, metrics, logp.detach(), entropy.detach())
+    if has_tangent(logits):
+        raise RuntimeError(FORWARD_MODE)
     check(
         not ops.is_traced(logits),
         "logits: expected an eager call, got one in torch.compile, a dispatch mode or torch.func; call token_logprobs "
@@ -129,7 +140,7 @@ def policy_loss_from_logits(
     if grad is not None:
         if inplace_gradient:  # whatever has kept the logits for its own backward is told
             torch.autograd.graph.increment_version(logits)
-        loss = _apply(logits, loss, grad)
+        loss, _ = _apply(logits, loss, grad)
     return PolicyLossFromLogits(loss, observed(vector, None), logp, entropy)
 
 
@@ -217,25 +228,37 @@ def _of_tokens(inputs: PolicyLossInputs, begin: int, end: int) -> PolicyLossInpu
 
 
 class _FromLogits(torch.autograd.Function):
-    """Returns the loss, and in the backward the gradient of the logits that the call has computed."""
+    """Returns the loss, and in the backward the gradient of the logits that the call has computed.
+
+    The second output is empty: it leads to the logits without keeping their memory. A gradient whose graph is asked for
+    hangs on it, so that who differentiates again arrives there, and is told.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, logits: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.grad = grad  # not saved_tensors: written in place it is the logits, of a version that autograd minds
-        return loss.view_as(loss)
+        ctx.set_materialize_grads(False)
+        nothing = loss.new_empty(0)
+        ctx.save_for_backward(nothing)
+        return loss.view_as(loss), nothing
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, factor: torch.Tensor) -> Any:
-        grad = ctx.grad
-        check(grad is not None, "loss: its gradient has been handed on; a second backward needs a second call")
-        if ops.is_traced(factor):
-            return (grad * factor).to(grad.dtype), None, None
-        if hands_on(factor):
-            ctx.grad = None
-        else:
-            grad = grad.clone()
-        return times(grad, factor), None, None
+    def backward(ctx: Any, factor: torch.Tensor, _: Any) -> Any:
+        check(ctx.grad is not None, "loss: its gradient has been handed on; a second backward needs a second call")
+        if torch.is_grad_enabled():
+            return _without_graph(*ctx.saved_tensors, ctx, factor), None, None
+        return _scaled(None, ctx, factor), None, None
+
+
+def _scaled(_: torch.Tensor | None, ctx: Any, factor: torch.Tensor) -> torch.Tensor:
+    grad: torch.Tensor = ctx.grad
+    if not hands_on(factor):
+        return (grad * factor).to(grad.dtype)
+    ctx.grad = None
+    return times(grad, factor)
 
 
 _apply: Any = _FromLogits.apply
+_without_graph = not_differentiable(_scaled, SECOND_DERIVATIVE)

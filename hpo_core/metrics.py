@@ -68,7 +68,7 @@ def empty_metrics(device: torch.device | str) -> torch.Tensor:
     return torch.tensor([start[reduction] for reduction in SLOTS.values()], dtype=torch.float64, device=device)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Metrics:
     """The observations of one loss call, or the sum of several, still on the device.
 

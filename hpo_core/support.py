@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from .arguments import examines
 from .checks import check, check_device, check_dtype, check_shape, examined, has_tangent, require_type
 from .ops import is_traced
+from .ops.library import OPERATORS, check_operand, define, register
 
 __all__ = [
     "LOGITS",
@@ -155,30 +156,70 @@ def support_floor(
     >>> support_floor(logits, top_k=2), support_floor(logits, 2.0, top_p=0.7)
     (tensor([2.0000, 0.5000]), tensor([2.0000, 0.5000]))
     """
-    check_logits(logits, (*LOGITS, torch.float64))
-    shape, dtype = logits.shape[:-1], torch.float64 if logits.dtype == torch.float64 else torch.float32
-    floors = torch.full(shape, -math.inf, dtype=dtype, device=logits.device)
-    settings: dict[Setting, Any] = {}
-    for setting, value in ((TEMPERATURE, temperature), (_TOP_K, top_k), (_TOP_P, top_p), (_MIN_P, min_p)):
-        if value is not None or setting is TEMPERATURE:
-            value = setting.of_rows(value, shape, logits.device, "rows of logits", exact=True)
-            setting.check_values(value)
-            if isinstance(value, torch.Tensor) or not setting.is_off(value):
-                settings[setting] = value
+    check_logits(logits, _TYPES)
+    given: list[Any] = []
+    for (setting, off), value in zip(_SETTINGS.items(), (temperature, top_k, top_p, min_p), strict=True):
+        if value is None and setting is not TEMPERATURE:
+            value = off
+        value = setting.of_rows(value, logits.shape[:-1], logits.device, "rows of logits", exact=True)
+        setting.check_values(value)
+        given += (value, off) if isinstance(value, torch.Tensor) else (None, value)
+    # A graph would have a copy of the loop for each number of chunks.
+    run: Any = OPERATORS.support_floor if torch.compiler.is_compiling() else _support_floor
+    floors: torch.Tensor = run(logits.detach(), *given)
+    return floors
+
+
+_TYPES = (*LOGITS, torch.float64)
+_SETTINGS: dict[Setting, float] = {TEMPERATURE: 1.0, _TOP_K: 0, _TOP_P: 1.0, _MIN_P: 0.0}  # and what leaves every token
+define(
+    "support_floor(Tensor logits, Tensor? temperatures, float temperature, Tensor? top_ks, SymInt top_k, "
+    "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p) -> Tensor"
+)
+
+
+def _given(arguments: Sequence[Any]) -> Iterator[tuple[Setting, Any, Any]]:
+    """Each setting with its tensor, which may be None, and its number."""
+    return zip(_SETTINGS, arguments[::2], arguments[1::2], strict=True)
+
+
+def _support_floor(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    floors = _empty(logits).fill_(-math.inf)
+    settings = {
+        setting: number if each is None else each
+        for setting, each, number in _given(arguments)
+        if each is not None or not setting.is_off(number)
+    }
     if len(settings) == 1:
         return floors
-    rows, flat, count = logits.detach()[None], floors.view(-1), max(1, _CHUNK // logits.shape[-1])
+    rows, flat, count = logits[None], floors.view(-1), max(1, _CHUNK // logits.shape[-1])
     for begin in range(0, flat.numel(), count):
         at = torch.arange(begin, min(begin + count, flat.numel()), device=logits.device)
         part = {
             setting: value.flatten()[at, None] if isinstance(value, torch.Tensor) else value
             for setting, value in settings.items()
         }
-        flat[begin : begin + count] = _floors(rows[_places(at, (1, *shape))], part)
+        flat[begin : begin + count] = _floors(rows[_places(at, (1, *floors.shape))], part)
     for setting, value in settings.items():
         if isinstance(value, torch.Tensor):
             floors.masked_fill_(~setting.is_allowed(value), math.nan)
     return floors
+
+
+def _empty(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_empty(logits.shape[:-1], dtype=dtype)
+
+
+def _check_operands(logits: torch.Tensor, *arguments: Any) -> None:
+    check_logits(logits, _TYPES)
+    for setting, each, number in _given(arguments):
+        setting.check_values(number)
+        dtype = torch.int64 if setting.kind is Integral else torch.float64
+        check_operand(f"{setting.name}s", each, logits.shape[:-1], (dtype,), ("logits", logits), "rows of logits")
+
+
+register("support_floor", _support_floor, _empty, _check_operands, strided=("logits",))
 
 
 def _places(at: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:

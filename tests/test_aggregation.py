@@ -65,6 +65,15 @@ def test_only_selected_tokens_count(layout):
         assert weights.tolist() == pytest.approx(by_hand(mode, batch, counts), rel=3e-7)
 
 
+def test_selected_tokens_of_a_padded_batch():
+    mask = torch.tensor([[True, True, False], [False, True, True]])
+    batch, selected = hpo.PackedBatch.from_padded(mask), torch.tensor([[True, False, True], [True, True, True]])
+    for given in (selected, selected.flatten()):
+        torch.testing.assert_close(aggregation.token_mean(batch, selected=given), torch.full((2,), 1 / 3))
+    with pytest.raises(ValueError, match=r"selected: expected shape \[B, L\] .* = \[2, 3\], got \[3, 2\]"):
+        aggregation.token_mean(batch, selected=selected.reshape(3, 2))
+
+
 @every_mode
 def test_a_mean_of_ones_is_one(mode):
     """Weights times counts sum to 1 in every mode that is a mean."""

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from lazily import Lazy
 from torch.autograd import forward_ad
 
 import hpo_core as hpo
@@ -12,6 +13,7 @@ from hpo_core.backends import resolve
 from hpo_core.ops import linear_logprobs as ops
 from hpo_core.testing.timing import extra_bytes
 
+dynamo = Lazy("torch._dynamo.testing")
 OPERATORS = torch.ops.hpo_core
 IGNORED = -100
 BLOCK = (16, 100)  # several of each in the calls below
@@ -397,18 +399,23 @@ def test_opcheck(kept):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_compiled_without_a_break(backend):
+    """One graph, and one more with the number of tokens as a symbol."""
     hidden, weight, targets, *_ = head()
 
-    def loss(h, w):
+    def loss(h, w, targets):
         logp, entropy = hpo.linear_token_logprobs(h, w, targets, 0.7, softcap=5.0, backend=backend)
         return (logp + 0.5 * entropy).square().sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    leaves = [[each.clone().requires_grad_() for each in (hidden, weight)] for _ in range(2)]
-    loss(*leaves[0]).backward()
-    compiled(*leaves[1]).backward()
-    for one, other in zip(*leaves, strict=True):
-        assert torch.allclose(one.grad, other.grad, 1e-6, 1e-6)
+    torch.compiler.reset()
+    counter = dynamo.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    for count in (len(hidden), len(hidden) - 1, len(hidden) - 3):
+        leaves = [[each.clone().requires_grad_() for each in (hidden[:count], weight)] for _ in range(2)]
+        loss(*leaves[0], targets[:count]).backward()
+        compiled(*leaves[1], targets[:count]).backward()
+        for one, other in zip(*leaves, strict=True):
+            assert torch.allclose(one.grad, other.grad, 1e-6, 1e-6)
+    assert counter.frame_count <= 2
 
 
 # --------------------------------------------------------------------------------------------------------------- memory

@@ -259,7 +259,8 @@ def test_an_ignored_row_is_not_read_and_gives_0(dtype, backend):
     expected = call(logits, targets, backend=backend)
     ignored = torch.tensor([True, False, False, True, True, False])
     poisoned = logits.masked_fill(ignored[:, None], math.nan)
-    got = call(poisoned, targets.masked_fill(ignored, IGNORED), backend=backend)
+    with torch.autograd.set_detect_anomaly(True):
+        got = call(poisoned, targets.masked_fill(ignored, IGNORED), backend=backend)
     for mine, whole in zip(got, expected, strict=True):
         assert torch.equal(mine[~ignored], whole[~ignored])
         assert (mine[ignored] == 0).all() and not torch.signbit(mine[ignored]).any()
@@ -649,6 +650,9 @@ def test_derivatives_that_are_not_supported():
         grad.sum().backward()
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="token_logprobs: forward-mode derivatives"):
         hpo.token_logprobs(forward_ad.make_dual(logits.detach(), logits.detach()), targets)
+    logp = hpo.token_logprobs(logits, targets).logp
+    with pytest.raises(RuntimeError, match=r"token_logprobs: vmap of its backward .*; leave is_grads_batched=False"):
+        torch.autograd.grad(logp, logits, torch.ones(2, 3), is_grads_batched=True)
 
 
 @both

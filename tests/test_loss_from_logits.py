@@ -10,6 +10,7 @@ from catalogue import CATALOGUE, Example
 from conftest import NATIVE, ON_GPU
 from cover import COVER
 from devices import garbage_in_new_memory
+from torch.autograd import forward_ad
 
 import hpo_core as hpo
 from hpo_core import gates, loss_from_logits
@@ -371,6 +372,26 @@ def test_memory_and_a_second_backward():
     once = leaf.grad.clone()
     loss.backward()
     assert torch.equal(leaf.grad, 2 * once)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_other_derivatives_are_refused_by_name(inplace):
+    logits, *given = data()
+    leaf = logits.requires_grad_()
+
+    def loss(logits):
+        return hpo.policy_loss_from_logits(logits, *given, inplace_gradient=inplace).loss
+
+    (expected,) = torch.autograd.grad(3 * loss(leaf * 1), leaf)
+    (grad,) = torch.autograd.grad(3 * loss(leaf * 1), leaf, create_graph=True)
+    assert torch.equal(grad, expected), "the first derivative alone is fine"
+    batched = torch.autograd.grad(loss(leaf * 1), leaf, torch.tensor([1.0, 3.0]), is_grads_batched=True)[0]
+    assert torch.equal(batched[1], expected), "several at once are, too"
+    refused = "policy_loss_from_logits: {} derivatives .*are not supported"
+    with pytest.raises(RuntimeError, match=refused.format("second")):
+        torch.autograd.grad(grad.square().sum() + loss(leaf * 1), leaf)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=refused.format("forward-mode")):
+        loss(forward_ad.make_dual(leaf.detach(), leaf.detach()))
 
 
 @pytest.mark.parametrize(

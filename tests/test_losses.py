@@ -299,7 +299,7 @@ def test_targets_have_the_level_of_the_advantages():
     run = functools.partial(hpo.policy_loss_and_grad, torch.zeros(2), None, advantages, batch, hpo.gates.bpo())
     for level, grad in ((None, [-1, -1]), ("token", [-1, 1]), ("step", [-1, 1]), ("group", [-1, -1])):
         assert (2 * run(advantage_level=level, gate_inputs=given).grad).tolist() == grad
-    with pytest.raises(ValueError, match=r"target: expected shape \(one per token\) = \[2\], got \[1\]"):
+    with pytest.raises(ValueError, match=r"target: expected shape \[T\] \(one per token of the batch\) = \[2\], got"):
         run(advantage_level="token", gate_inputs=given._replace(target=given.target[:1]))
     with pytest.raises(ValueError, match=r"target: expected shape \[S\] \(one per row\) = \[2\], got \[3\]"):
         run(gate_inputs=hpo.gates.GateInputs(target=torch.ones(3)))
@@ -424,7 +424,11 @@ def error_cases():
         ({"advantages": torch.ones(4, requires_grad=True)}, ValueError, "advantages: it is a constant of the loss"),
         ({"advantages": torch.ones(4, device="meta")}, ValueError, "advantages: expected device cpu"),
         ({"advantage_level": "tokens"}, ValueError, "advantage_level: expected one of ('token', 'step', 'row'"),
-        ({"advantage_level": "token"}, ValueError, "advantages: expected shape (one per token) = [12], got [4]"),
+        (
+            {"advantage_level": "token"},
+            ValueError,
+            "advantages: expected shape [T] (one per token of the batch) = [12], got [4]",
+        ),
         ({"advantage_level": "step"}, ValueError, "advantage_level: 'step' needs"),
         (
             {"advantage_level": "trajectory"},
@@ -672,6 +676,13 @@ def test_the_single_call_takes_estimators_of_tokens(backend):
     advantages = hpo.advantages.reinforce_pp(rewards, batch, backend=backend)
     alone = hpo.policy_loss(logp, None, advantages, batch, advantage_level="token", backend=backend)
     assert torch.equal(whole.loss, alone.loss)
+    rewards = torch.cat((rewards[:3], rewards.new_full((1,), torch.nan), rewards[3:])).view(2, 4)
+    padded = hpo.PackedBatch.from_padded(rewards.isfinite())
+    for given in (rewards, rewards.flatten()):
+        found = hpo.hierarchical_policy_loss(
+            torch.zeros_like(rewards), None, given, padded, advantage=hpo.advantages.reinforce_pp, backend=backend
+        )
+        torch.testing.assert_close(found.loss, whole.loss, rtol=1e-5, atol=1e-6)
 
 
 def test_an_estimator_of_several_streams_is_refused_by_the_single_call():

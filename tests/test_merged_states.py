@@ -1,5 +1,6 @@
 """Several states of rows of logits that are merged at once: what merging them one by one gives, row by row."""
 
+import io
 import math
 
 import pytest
@@ -87,6 +88,17 @@ def test_worked_numbers():
     assert got.top == 2 and got.target_logit == 1
     assert math.isclose(got.others, 1 + 1 / e + 2 * e**-2, rel_tol=1e-15)
     assert math.isclose(got.distance, (1 / e + 4 * e**-2) / (2 + 1 / e + 2 * e**-2), rel_tol=1e-15)
+
+
+@distances
+def test_a_state_goes_to_a_checkpoint_and_to_a_device(distance):
+    state, file = drawn(distance=distance), io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    again, elsewhere = torch.load(file, weights_only=True), state.to("meta")
+    assert type(again) is type(elsewhere) is LogprobState and (again.distance is None) is (not distance)
+    for mine, theirs, moved in zip(state, again, elsewhere, strict=True):
+        assert mine is theirs is moved is None or (moved.is_meta and torch.allclose(mine, theirs, 0, 0, equal_nan=True))
 
 
 def bits(field):

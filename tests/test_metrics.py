@@ -156,6 +156,15 @@ def test_debug_mode_turns_a_flag_into_an_error(capsys):
     assert all(re.search("nan_tokens = 1: a log-ratio.*; infinite_tokens = 1: a log-ratio", line) for line in lines)
 
 
+def test_only_the_same_metrics_are_equal():
+    vector = empty_metrics("cpu")
+    for one, other in (
+        (Metrics(vector), Metrics(vector.clone())),
+        (hpo.LevelMetrics(vector[None], (), False), hpo.LevelMetrics(vector[None].clone(), (), False)),
+    ):
+        assert one == one and one != other and one in [other, one] and len({one, other}) == 2
+
+
 def test_unknown_slot():
     with pytest.raises(ValueError, match="no slot named 'ratio'"):
         Metrics(empty_metrics("cpu"))["ratio"]

@@ -100,6 +100,13 @@ def test_upstream_gradient(factor):
     assert torch.equal(gradient(lambda logp: given.loss(logp) * factor, given), expected * factor)
 
 
+def test_a_batch_of_upstream_gradients():
+    given, factors = inputs(), torch.tensor([1.0, -2.0])
+    leaf = given.leaf()
+    (got,) = torch.autograd.grad(given.loss(leaf), leaf, factors, is_grads_batched=True)
+    assert torch.equal(got, gradient(given.loss, given) * factors[:, None])
+
+
 def test_upstream_gradient_of_stride_zero():
     given = inputs()
     leaf = given.leaf()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import NATIVE
 from devices import Device, NoHostData, OnDevice, Watched
+from lazily import Lazy
 
 import hpo_core as hpo
 import hpo_core.support
@@ -13,6 +14,7 @@ import hpo_core.support
 both = pytest.mark.parametrize("backend", ["reference", "cpu"])
 each_backend = pytest.mark.parametrize("backend", ["reference", *NATIVE])
 IGNORED = -100
+dynamo = Lazy("torch._dynamo.testing")
 SETTINGS = [
     {"top_k": 1}, {"top_k": 5}, {"top_k": 40}, {"top_k": 41}, {"top_k": 10**6}, {"top_p": 0.9}, {"top_p": 0.3},
     {"top_p": 1e-9}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 7, "top_p": 0.8}, {"top_k": 20, "min_p": 0.1},
@@ -198,19 +200,32 @@ def test_gradcheck(support):
     assert torch.autograd.gradcheck(run, logits)
 
 
-def test_compiled_without_a_break():
-    tokens, ids, top_k = integers(50, 7), integers(50, 7, 3, seed=1), torch.tensor([3, 9, -1, 50, 20, 0, 7])
-    batch = hpo.PackedBatch.from_lengths([4, 3]).without_first_tokens()
+def test_compiled_without_a_break_or_a_graph_for_each_size():
+    """Of tokens, of the vocabulary and of ids: one graph, and one more with sizes as symbols."""
 
-    def loss(logits):
+    def loss(logits, tokens, ids, top_k, batch):
         floor = hpo.support_floor(logits, 0.7, top_k=top_k, top_p=0.9)
         entropy = hpo.token_logprobs(logits, tokens, 0.7, batch=batch, support_floor=floor).entropy
         return entropy.sum() + hpo.token_statistics(logits, tokens, batch=batch, support_ids=ids).entropy.sum()
 
-    one, other = normal(7, 50).requires_grad_(), normal(7, 50).requires_grad_()
-    loss(one).backward()
-    torch.compile(loss, fullgraph=True, backend="aot_eager")(other).backward()
-    assert torch.allclose(one.grad, other.grad, 1e-6, 1e-7) and other.grad.any()
+    torch.compiler.reset()
+    counter = dynamo.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    for count, vocabulary, known in ((7, 50, 3), (9, 61, 4), (12, 73, 6)):
+        given = integers(50, count), integers(50, count, known, seed=1), integers(50, count, seed=2) - 1
+        batch = hpo.PackedBatch.from_lengths([4, count - 4]).without_first_tokens()
+        one, other = (normal(count, vocabulary).requires_grad_() for _ in range(2))
+        loss(one, *given, batch).backward()
+        compiled(other, *given, batch).backward()
+        assert torch.allclose(one.grad, other.grad, 1e-6, 1e-7) and other.grad.any()
+    assert counter.frame_count <= 2
+
+
+def test_opcheck():
+    logits = normal(2, 3, 20)
+    top_ks, top_ps = torch.full((2, 3), 4), torch.full((2, 3), 0.5, dtype=torch.float64)
+    for given in ((None, 0.7, top_ks, 0, top_ps, 1.0, None, 0.1), (None, 1.0, None, 3, None, 1.0, None, 0.0)):
+        torch.library.opcheck(torch.ops.hpo_core.support_floor.default, (logits, *given))
 
 
 def test_wrong_settings_that_are_not_read_make_the_floor_nan():

@@ -272,6 +272,22 @@ def test_what_an_unknown_number_makes_unknown_is_0(backend, name, unknown):
     assert torch.equal(estimator(batch, tokens, rows, options), expected)
 
 
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_padded_tensors_give_padded_advantages(name):
+    mask, rows = torch.tensor([[True, True, False, True], [False, True, True, False]]), torch.tensor([1.25, 0.5])
+    tokens = torch.where(mask, torch.arange(8.0).view(2, 4) / 8, torch.nan)
+    packed, padded = PackedBatch.from_lengths([4, 4], mask=mask.flatten()), PackedBatch.from_padded(mask)
+    expected = UNKNOWN[name][0](packed, tokens.flatten(), rows, {})
+    assert expected.any()
+    for given in (tokens, tokens.flatten()):
+        assert torch.equal(UNKNOWN[name][0](padded, given, rows, {}), expected.view(given.shape))
+    wrong = r"expected shape \[B, L\] \(that of the padded batch\) = \[2, 4\], got \[4, 2\]"
+    with pytest.raises(ValueError, match=wrong):
+        UNKNOWN[name][0](padded, tokens.view(4, 2), rows, {})
+    with pytest.raises(ValueError, match=r"expected shape \[T\] .*; a batch of tensors \[B, L\] is PackedBatch.from_p"):
+        UNKNOWN[name][0](packed, tokens, rows, {})
+
+
 def test_a_unit_of_which_something_is_unknown_gets_0():
     ones = torch.ones(2)
     lacking = torch.tensor([1.0, math.nan])

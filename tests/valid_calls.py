@@ -548,6 +548,10 @@ def _operators() -> Iterator[Call]:
         "temperature": 1.0, "ignore_index": -100, "softcap": 4.0, "first": 0, "vocabulary": 8, "chunk": 2, "columns": 5,
         "backend": "cpu",
     }  # fmt: skip
+    settings = {
+        "temperatures": None, "temperature": 0.5, "top_ks": integers(1, 2, 3, 4, 0), "top_k": 0,
+        "top_ps": floats(0.5, 1, 0.25, 1, 0.75).double(), "top_p": 1.0, "min_ps": None, "min_p": 0.125,
+    }  # fmt: skip
     statistics = torch.cat((_LOGITS.amax(1)[None], _LOGITS[:, :2].t() + 1))
     given: list[tuple[str, dict[str, Any], str]] = [
         ("row_counts", {**tokens, "total_tokens": 11, "backend": ""}, "cu_seqlens"),
@@ -619,6 +623,7 @@ def _operators() -> Iterator[Call]:
             for each in (inputs, fiber, sequence)
         ),
         ("correction", {**_correction_inputs(packed), "backend": ""}, "cu_seqlens logp"),
+        ("support_floor", {"logits": _LOGITS, **settings}, ""),
         ("token_logprobs", {**logprobs, "kept": 3}, ""),
         ("linear_token_logprobs", {**head, "kept": 3}, ""),
         (

@@ -12,6 +12,7 @@ import torch
 
 from .. import ops
 from ..arguments import constant, constants, examines
+from ..batch import takes_padded
 from ..checks import check, check_shape, check_units, require_type
 from ..distributed import ranks, sum_of_ranks
 from ..reference.advantages import group_normalise
@@ -131,8 +132,11 @@ def estimator(
 
     def mark(function: Estimator) -> Estimator:
         marked: Any = examines(constants(function))
+        parameters = tuple(inspect.signature(function).parameters)  # read in every call: microseconds
+        if level == "token":
+            marked = takes_padded(marked, parameters)
         marked.provenance, marked.level, marked.multi_reward, marked.tables = provenance, level, multi_reward, tables
-        marked.parameters = tuple(inspect.signature(function).parameters)  # read in every call: microseconds
+        marked.parameters = parameters
         return marked  # type: ignore[no-any-return]
 
     return mark

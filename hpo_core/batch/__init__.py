@@ -3,5 +3,15 @@
 from .cuts import MicroBatch
 from .hierarchy import Hierarchy, LeafTables, alone_without, renumber, row_counts
 from .packed import PackedBatch
+from .padded import takes_padded
 
-__all__ = ["Hierarchy", "LeafTables", "MicroBatch", "PackedBatch", "alone_without", "renumber", "row_counts"]
+__all__ = [
+    "Hierarchy",
+    "LeafTables",
+    "MicroBatch",
+    "PackedBatch",
+    "alone_without",
+    "renumber",
+    "row_counts",
+    "takes_padded",
+]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checks import check, check_device, check_real, check_shape, examined, require_type
+from ..checks import check, check_device, check_real, check_shape, check_shape_of_tokens, examined, require_type
 
 if TYPE_CHECKING:
     from .packed import PackedBatch
@@ -32,8 +32,8 @@ def at_level(
         return False, values
     check(level in _LEVELS, "advantage_level: expected one of {}, got {!r}", _LEVELS, level)
     if level == "token":
-        check_shape(name, values, tokens, "(one per token)")
-        return True, values
+        check_shape_of_tokens(name, values, batch)
+        return True, values.reshape(tuple(tokens))
     if level == "step":
         steps = batch.num_steps
         check(steps is not None, "advantage_level: 'step' needs steps in the batch; pass cu_steps or steps to it")

@@ -6,18 +6,17 @@ here synchronises, and nothing is read at masked positions. With a padded batch,
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch, alone_without, renumber
-from ..checks import check, check_dtype, check_tokens, check_units, examined
+from ..batch import PackedBatch, alone_without, renumber, takes_padded
+from ..checks import check, check_dtype, check_tokens, check_units
 from ..specs import OrderRule
 from .ratio_gate import GateInputs
 
@@ -42,21 +41,12 @@ _ROUNDING = "16-bit log-probabilities and entropies are too coarse; compute them
 
 def of_tokens(function: Method) -> Method:
     """The function, which then takes tensors ``[B, L]`` with a padded batch, too, and returns such."""
-    inner, names = examines(function), tuple(inspect.signature(function).parameters)
+    names = tuple(inspect.signature(function).parameters)
+    return takes_padded(examines(function), names, _padded)
 
-    @functools.wraps(function)
-    def run(*arguments: Any, **keywords: Any) -> GateInputs:
-        given = dict(zip(names, arguments, strict=False)) | keywords
-        batch = given.get("batch")
-        shape = batch.padded_shape if isinstance(batch, PackedBatch) else None
-        if shape is None or len(arguments) > len(names):
-            return inner(*arguments, **keywords)
-        tensors = {name: examined(name, each) for name, each in given.items() if isinstance(each, torch.Tensor)}
-        padded = {name: each.reshape(-1) for name, each in tensors.items() if each.shape == shape}
-        made = inner(**given | padded)
-        return made.on_tokens(lambda values: values.reshape(shape), per_token=False) if padded else made
 
-    return run  # type: ignore[return-value]
+def _padded(made: GateInputs, shape: tuple[int, int]) -> GateInputs:
+    return made.on_tokens(lambda values: values.reshape(shape), per_token=False)
 
 
 @examines

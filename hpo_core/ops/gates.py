@@ -28,7 +28,17 @@ from ..specs import (
     TermSpec,
     Unit,
 )
-from .library import LIBRARY, OPERATORS, check_native, check_offsets, check_operand, define, is_traced, register
+from .library import (
+    LIBRARY,
+    OPERATORS,
+    check_native,
+    check_offsets,
+    check_operand,
+    define,
+    is_batched,
+    is_traced,
+    register,
+)
 
 __all__ = ["INPUTS", "SECOND_DERIVATIVE", "check_inputs", "policy_loss", "policy_loss_and_grad"]
 
@@ -183,7 +193,7 @@ def _scaled(
 
 def hands_on(factor: torch.Tensor) -> bool:
     """Whether the product with the saved tensor can stand in its memory, which no later backward needs."""
-    return not (factor.requires_grad or _keeps_graph() or is_traced(factor))
+    return not (factor.requires_grad or _keeps_graph() or is_traced(factor) or is_batched(factor))
 
 
 def times(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

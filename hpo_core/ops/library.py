@@ -24,6 +24,7 @@ __all__ = [
     "check_operand",
     "define",
     "handed_on",
+    "is_batched",
     "is_traced",
     "not_differentiable",
     "numbers_of",
@@ -35,6 +36,9 @@ OPERATORS = torch.ops.hpo_core
 define = LIBRARY.define
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# By autograd.grad(is_grads_batched=True), which is no transform of torch.func.
+is_batched = torch._C._functorch.is_legacy_batchedtensor
+_BATCHED = "{}: vmap of its backward is not supported; leave is_grads_batched=False and take one gradient after another"
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -53,6 +57,8 @@ def not_differentiable(function: Callable[..., Any], message: str) -> Any:
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(*arguments: Any) -> Any:
+            if any(is_batched(each) for each in arguments if isinstance(each, torch.Tensor)):
+                raise RuntimeError(_BATCHED.format(message.partition(":")[0]))
             return function(*arguments)
 
         @staticmethod

@@ -345,7 +345,7 @@ _apply_backward = not_differentiable(lambda *arguments: tuple(_backward(*argumen
 
 _ROWS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperatures, float temperature, "
-    "int ignore_index, float? softcap, int first, int vocabulary, int chunk, int columns, str backend, "
+    "int ignore_index, float? softcap, SymInt first, SymInt vocabulary, int chunk, int columns, str backend, "
 )
 define(f"linear_token_logprobs({_ROWS}int kept) -> (Tensor logp, Tensor entropy, Tensor statistics)")
 define(
@@ -362,7 +362,7 @@ def _forward_operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torc
 def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     targets, kept = arguments[3], arguments[-1]
     logp = targets.new_empty(targets.shape, dtype=torch.float32)
-    return logp, logp.new_empty(targets.shape if kept > 2 else 0), logp.new_empty((kept, len(targets)))
+    return logp, logp.new_empty(targets.shape if kept > 2 else 0), logp.new_empty((kept, targets.numel()))
 
 
 def _backward_operator(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -390,9 +390,9 @@ def _check_rows(given: LinearRows, backend: str) -> None:
     check_operand("targets", given.targets, hidden.shape[:1], (torch.int64,), like)
     check_operand("temperatures", given.temperatures, hidden.shape[:1], (torch.float32,), like)
     check(
-        given.first >= 0 and given.first + len(weight) <= given.vocabulary,
+        given.first >= 0 and given.first + weight.shape[0] <= given.vocabulary,
         "first, vocabulary: expected that the rows of weight lie in the vocabulary, got {} from {} on, of {}",
-        len(weight),
+        weight.shape[0],
         given.first,
         given.vocabulary,
     )
@@ -410,14 +410,14 @@ def _check_backward(*arguments: Any) -> None:
     *values, backend, statistics, logp_gradient, entropy_gradient, wanted = arguments
     given = LinearRows(*values)
     _check_rows(given, backend)
-    kept = 2 if statistics.dim() and len(statistics) == 2 else 3
+    kept = 2 if statistics.shape[:1] == (2,) else 3
     check(kept > 2 or entropy_gradient is None, "statistics: expected 3 of each row for an entropy_gradient, got 2")
     check(
         logp_gradient is not None or entropy_gradient is not None,
         "logp_gradient, entropy_gradient: expected at least one of them",
     )
     like = ("hidden", given.hidden)
-    check_operand("statistics", statistics, (kept, len(given.targets)), (torch.float32,), like)
+    check_operand("statistics", statistics, (kept, given.targets.numel()), (torch.float32,), like)
     for name, gradient in (("logp_gradient", logp_gradient), ("entropy_gradient", entropy_gradient)):
         check_operand(name, gradient, given.targets.shape, (torch.float32,), like, "targets")
     check(

@@ -22,12 +22,20 @@ class LogprobState(NamedTuple):
 
     A part whose logits are all -inf has the state ``(-inf, 0, 0, -inf)``, the neutral element of merging. The state of
     an ignored row is unspecified; rows with NaN, +inf or a target outside the vocabulary hold NaN.
+
+    It pickles, and loads with ``weights_only=True``.
     """
 
     top: torch.Tensor  # the greatest logit
     others: torch.Tensor  # the sum of e^((x - top) / temperature) over all but that one
     distance: torch.Tensor | None  # the mean of (top - x) / temperature under the softmax of the part; None: no entropy
     target_logit: torch.Tensor  # the target's logit; -inf where the target is in another part
+
+    def to(self, device: torch.device | str) -> LogprobState:
+        return mapped(self, lambda each: each.to(device))
+
+
+torch.serialization.add_safe_globals([LogprobState])
 
 
 def part(rows: LogitRows, kept: int, backend: str | None) -> LogprobState:

@@ -146,7 +146,7 @@ _apply_backward = not_differentiable(_backward, SECOND_DERIVATIVE)
 
 _ROWS = (
     "Tensor logits, Tensor targets, Tensor? temperatures, float temperature, int ignore_index, Tensor? floors, "
-    "int first, int vocabulary, str backend, "
+    "SymInt first, SymInt vocabulary, str backend, "
 )
 define(f"token_logprobs({_ROWS}int kept) -> (Tensor logp, Tensor entropy, Tensor statistics)")
 define(f"token_logprobs_backward({_ROWS}Tensor statistics, Tensor? logp_gradient, Tensor? entropy_gradient) -> Tensor")

@@ -16,8 +16,24 @@ __all__ = ["takes_padded"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def _reshaped(value: Any, old: Sequence[int], new: Sequence[int]) -> Any:
+    """Tensors of the shape ``old``, also those inside named tuples, in the shape ``new``."""
+    if isinstance(value, torch.Tensor):
+        return value.reshape(new) if tuple(value.shape) == old else value
+    if isinstance(value, tuple):
+        changed = [_reshaped(each, old, new) for each in value]
+        if all(one is other for one, other in zip(changed, value, strict=True)):
+            return value
+        return type(value)(*changed) if hasattr(value, "_fields") else tuple(changed)
+    return value
+
+
+def _of_tokens(result: Any, shape: tuple[int, int]) -> Any:
+    return _reshaped(result, (shape[0] * shape[1],), shape)
+
+
 def takes_padded(
-    function: Function, names: Sequence[str], padded: Callable[[Any, tuple[int, int]], Any] = torch.Tensor.reshape
+    function: Function, names: Sequence[str], padded: Callable[[Any, tuple[int, int]], Any] = _of_tokens
 ) -> Function:
     """The function, which then takes tensors ``[B, L]`` beside a padded ``batch``, too, and returns such.
 
@@ -31,9 +47,9 @@ def takes_padded(
         shape = batch.padded_shape if isinstance(batch, PackedBatch) else None
         if shape is None or len(arguments) > len(names):
             return function(*arguments, **keywords)
-        tensors = {name: examined(name, each) for name, each in given.items() if isinstance(each, torch.Tensor)}
-        flat = {name: each.reshape(-1) for name, each in tensors.items() if each.shape == shape}
-        result = function(**given | flat)
-        return padded(result, shape) if flat else result
+        given = {name: examined(name, one) if isinstance(one, torch.Tensor) else one for name, one in given.items()}
+        flat = {name: _reshaped(one, shape, (-1,)) for name, one in given.items()}
+        result = function(**flat)
+        return result if all(flat[name] is given[name] for name in given) else padded(result, shape)
 
     return run  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..arguments import constants, examines
-from ..batch import PackedBatch
+from ..batch import PackedBatch, takes_padded
 from ..checks import check_dtype, check_tokens
 from ..gates.inputs import per_token, valid_tokens
 from ..specs import Provenance
@@ -79,34 +79,13 @@ def preset(
 
         @functools.wraps(function)
         def run(*arguments: Any, **keywords: Any) -> Any:
-            given = dict(zip(names, arguments, strict=False)) | keywords
-            batch = given.get("batch")
-            shape = batch.padded_shape if isinstance(batch, PackedBatch) else None
-            if shape is None or batch is None or len(arguments) > len(names):
-                with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-                    return inner(*arguments, **keywords)
-            flat = {name: _reshaped(value, shape, (-1,)) for name, value in given.items()}
-            same = all(flat[name] is given[name] for name in given)
             with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-                result = inner(**flat)
-            return result if same or not per_token else _reshaped(result, (batch.total_tokens,), shape)
+                return inner(*arguments, **keywords)
 
-        marked: Any = run
+        marked: Any = takes_padded(run, names) if per_token else takes_padded(run, names, lambda result, _: result)
         marked.provenance = provenance
         if level is not None:
             marked.level, marked.multi_reward, marked.tables, marked.parameters = level, False, True, names
         return marked  # type: ignore[no-any-return]
 
     return mark
-
-
-def _reshaped(value: Any, old: tuple[int, ...], new: tuple[int, ...]) -> Any:
-    """Tensors of the shape ``old``, also those inside named tuples, in the shape ``new``."""
-    if isinstance(value, torch.Tensor):
-        return value.reshape(new) if tuple(value.shape) == old else value
-    if isinstance(value, tuple):
-        changed = [_reshaped(each, old, new) for each in value]
-        if all(one is other for one, other in zip(changed, value, strict=True)):
-            return value
-        return type(value)(*changed) if hasattr(value, "_fields") else tuple(changed)
-    return value

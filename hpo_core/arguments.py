@@ -14,7 +14,16 @@ import torch.distributed
 
 from .checks import check, examined, is_traced, require_type
 
-__all__ = ["check_group", "check_member", "check_numbers", "constant", "constants", "examines", "is_finite"]
+__all__ = [
+    "check_flag",
+    "check_group",
+    "check_member",
+    "check_numbers",
+    "constant",
+    "constants",
+    "examines",
+    "is_finite",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
@@ -149,6 +158,10 @@ def check_member(name: str, value: Any, kind: type[enum.Enum], or_none: bool = F
         return
     members = ", ".join(each.name for each in kind) + " or None" * or_none
     require_type(False, "{}: expected one of {} ({}), got {!r}", name, kind.__name__, members, value)
+
+
+def check_flag(name: str, value: Any) -> None:
+    require_type(isinstance(value, bool), "{}: expected True or False, got {!r}", name, value)
 
 
 def check_group(name: str, group: Any) -> None:

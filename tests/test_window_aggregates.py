@@ -279,7 +279,7 @@ def test_windows_are_values():
         (lambda: EntropyWindow("w", Fraction(1, 2), boundary="wrap"), "boundary: expected one of full, .*, got 'wrap'"),
         (lambda: EntropyWindow("w", Fraction(1, 2), invalid=1), "invalid: expected one of skip, break, got 1"),
         (lambda: EntropyWindow("w", Fraction(1, 2), rule=0), "rule: expected one of OrderRule .*, got 0"),
-        (lambda: EntropyWindow("w", Fraction(1, 2), strict="no"), "strict: expected a bool, got 'no'"),
+        (lambda: EntropyWindow("w", Fraction(1, 2), strict="no"), "strict: expected True or False, got 'no'"),
     ],
 )
 def test_wrong_windows_are_refused(make, message):

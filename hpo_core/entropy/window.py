@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from .. import ops
-from ..arguments import check_member, examines
+from ..arguments import check_flag, check_member, examines
 from ..backends import choice, is_reference
 from ..batch import PackedBatch
 from ..checks import check, check_dtype, check_shape, require_type
@@ -80,7 +80,7 @@ class EntropyWindow:
         check_rule("boundary", self.boundary, BOUNDARIES)
         check_rule("invalid", self.invalid, INVALID)
         check_member("rule", self.rule, OrderRule)
-        require_type(isinstance(self.strict, bool), "strict: expected a bool, got {!r}", self.strict)
+        check_flag("strict", self.strict)
         require_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
         is_fraction = 0 <= self.quantile.numerator <= self.quantile.denominator
         check(is_fraction, "quantile: expected a fraction in [0, 1], got {}", self.quantile)

@@ -198,6 +198,10 @@ def test_w8_w9_several(backend):
     x, ids = t([1.0, 0, 1, 0, 0, 1], [1.0, 1, 0, 0, 1, 1]), t(0, 0, 0, 1, 1, 1)
     close(A.gdpo(x, ids, **b), [0.912799, -0.456399, -0.456399, -1.369198, 0, 1.369198])
     close(A.grpo(x.sum(0), ids, eps=1e-4, **b), [1.154501, -0.577250, -0.577250, -0.999900, 0, 0.999900])
+    x, ids = t([1.0, 0, 1, 0.7], [1.0, 1, 0, 0.2]), t(0, 0, 0, 1)  # a group of one: 0, or 0.7 + 0.2
+    zero, raw = [1.414214, -0.707107, -0.707107, 0], [0.997221, -0.860622, -0.860622, 0.724024]
+    for singleton, expected in ((None, raw), ("raw", raw), ("zero", zero)):
+        close(A.gdpo(x, ids, lengths=t(1.0, 1, 1, 1), singleton=singleton, **b), expected, 2e-6)
 
 
 def test_w10_g2rpo(backend):

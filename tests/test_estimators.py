@@ -298,14 +298,16 @@ def test_w16_the_rest(backend):
 
 def test_dcpo_is_the_authors_over_two_steps(backend):
     t, b = on(backend)
-    history = A.GroupHistory(*(field.to(testing.device_of(backend)) for field in A.GroupHistory.start(1)))
-    first, history = A.dcpo(t(1.0, 0, 0, 1), t(0, 0, 0, 0), history, **b)
+    start = A.GroupHistory(*(field.to(testing.device_of(backend)) for field in A.GroupHistory.start(1)))
+    first, history = A.dcpo(t(1.0, 0, 0, 1), t(0, 0, 0, 0), start, **b)
     close(first, [0.866025, -0.866025, -0.866025, 0.866025])
     second, history = A.dcpo(t(1.0, 0, 0, 0), t(0, 0, 0, 0), history, **b)
     close(second, [1.313735, -0.588241, -0.588241, -0.588241])
     close(torch.cat(history), [2, 0.375, 0.554339**2], 2e-6)
-    alone, _ = A.dcpo(t(3.0), t(0), history, **b)
-    assert alone.isfinite().all()
+    # A group of one: nothing in the first step, then the share 1 / 2 of (1 - 0.75) / sqrt(0.3125).
+    close(A.dcpo(t(1.0), t(0), start, **b)[0], [0])
+    _, history = A.dcpo(t(1.0, 0), t(0, 0), start, **b)
+    close(A.dcpo(t(1.0), t(0), history, **b)[0], [0.223607])
 
 
 def test_mc_grpo_is_the_trainer_for_math_and_rescaled_that_for_gsm8k(backend):

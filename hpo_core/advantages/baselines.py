@@ -220,8 +220,8 @@ def dcpo(
         ddof: of each step's variance, 1 as in the authors' code (the paper does not say) or 0. The variance over all
             steps is put together from these by one formula, which is exact for 0.
 
-    A prompt whose units all lack a reward gets 0, and no step in the history. A group of one gets 0; the authors' code
-    raises.
+    A prompt whose units all lack a reward gets 0, and no step in the history. A group of one has ``A_new = 0``: it gets
+    0 in the prompt's first step, and a share of ``A_all`` later; the authors' code raises.
 
     >>> advantages, history = dcpo(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), GroupHistory.start(1))
     >>> advantages, history.mean

@@ -6,6 +6,7 @@ import enum
 import functools
 import inspect
 import numbers
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -92,7 +93,26 @@ def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str,
         for name, value in zip(order, arguments, strict=False)
     ]
     named = {name: examiners[name](name, value) if name in examiners else value for name, value in keywords.items()}
-    return function(*given, *arguments[len(given) :], **named)
+    try:
+        return function(*given, *arguments[len(given) :], **named)
+    except ValueError as error:
+        error.args = (_told(function, dict(zip(order, given, strict=False)) | named, str(error)),)
+        raise
+
+
+def _told(function: Any, given: dict[str, Any], message: str) -> str:
+    """The message of an error; one that names a part of what the function makes, and none of its arguments, behind the
+    numbers it was called with: ``nft(floor=-1.0): head_numbers: expected ...``."""
+    numbers = ", ".join(f"{name}={value!r}" for name, value in given.items() if _are_numbers(value))
+    named = re.findall(r"\w+", message.partition(": ")[0])
+    if not numbers or not inspect.signature(function).parameters.keys().isdisjoint(named):
+        return message
+    return f"{function.__name__}({numbers}): {message}"
+
+
+def _are_numbers(value: Any) -> bool:
+    each = value if isinstance(value, tuple) else (value,)
+    return len(each) > 0 and all(_is_number("float", one) for one in each)
 
 
 def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Callable[[str, Any], Any] | None:
@@ -117,7 +137,7 @@ def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Ca
 # Classes of arguments, named tuples with their tensors among them.
 _INSTANCES = (
     *("PackedBatch", "GroupHistory", "WindowState", "ScopeStatistics", "PivotState", "AresTargets", "AresPenalty"),
-    *("Expected", "RatioGate"),
+    *("Expected", "RatioGate", "Window"),
 )
 
 _LARGEST = torch.finfo(torch.float32).max

@@ -117,7 +117,6 @@ def window_aggregate(
     tensor([3., 5., -inf, 9., -inf])
     """
     batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
-    require_type(isinstance(window, Window), "window: expected a Window, got {!r}", window)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     rules = (BOUNDARIES[window.boundary], INVALID[window.invalid], backend, _AGGREGATES[window.aggregate])
     score = ops.window_score(flat, batch.mask, batch.cu_seqlens, window.first, window.last, *rules)

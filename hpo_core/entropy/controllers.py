@@ -133,8 +133,8 @@ def epo_phase(step: float, steps: float, gamma: float = 1.0, compat: str = "pape
     >>> round(epo_phase(1, 120), 6), round(epo_phase(75, 150, compat="code"), 6)
     (1.983471, 0.827067)
     """
+    check(2 <= steps < math.inf, "steps: expected a finite number >= 2, got {}", steps)
     middle = math.floor(steps / 2)
-    check(middle > 0, "steps: expected a number >= 2, got {}", steps)
     if not check_compat(compat):
         return 1 + math.exp(-gamma * step / middle)
     early = 1 - 0.2 * (1 - math.exp(-2 * step / middle))

@@ -203,14 +203,14 @@ def dppo_kl(delta: float = 0.05, ratio_cap: float = 20.0, channel: Channel = Cha
 
 
 def _dppo(name: str, statistic: Statistic, low: float, high: float, cap: float, channel: Channel) -> RatioGate:
-    check(cap >= 1, "cap: expected an absolute ratio >= 1, got {}", cap)
+    check(cap >= 1, "ratio_cap: expected an absolute ratio >= 1, got {}", cap)
     mask = Correction(Action.MASK, (-math.inf, -low), (high, math.inf), channel=channel, statistic=statistic)
     clip = Clip(high=(float(cap), float(cap)))
     return RatioGate(name, clip, head=Head.SCORE, channel=channel, corrections=(mask,), source="arXiv 2602.04879")
 
 
 def _truncated(cap: float | None, unit: Unit | None = None, reduction: Reduction = Reduction.SUM) -> Correction:
-    check(cap is None or cap > 0, "cap: expected an absolute ratio > 0 or None, got {}", cap)
+    check(cap is None or cap > 0, "ratio_cap: expected an absolute ratio > 0 or None, got {}", cap)
     return Correction(Action.CLAMP, high=_log_pair(math.inf if cap is None else cap), unit=unit, reduction=reduction)
 
 

@@ -504,6 +504,7 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
     rewards = torch.tensor([1.0, 0.0])
     tracker = A.BetaTracker.start(rewards, 1)
     update = functools.partial(tracker.updated, rewards, torch.tensor([0, 1]), rewards)
+    ids = [torch.zeros(2).long()] * 2
     for call, message in (
         (lambda: A.ngrpo(rewards, None, best=math.nan), r"best: expected a finite number, got nan"),
         (lambda: A.treepo(rewards, []), r"prefix_ids: expected 1 to 8 depths, got 0"),
@@ -515,6 +516,10 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: update(half_life=0.0), r"half_life: expected a number above 0, got 0"),
         (lambda: update(least_memory=math.nan), r"least_memory: expected a number in \[0, 1\], got nan"),
         (lambda: update(most_memory=1.5), r"most_memory: expected a number in \[0, 1\], got 1.5"),
+        (lambda: update(most_memory=0.5), r"least_memory: expected at most 0.5 \(most_memory\), got 0.875"),
+        (lambda: A.sgrpo(rewards, rewards, *ids, group_weight=50), r"^group_weight: expected .*, got 50"),
+        (lambda: A.sgrpo_reward_sum(rewards, rewards, ids[0], group_weight=-1), r"^group_weight: expected .*, got -1"),
+        (lambda: A.sgrpo_hierarchical_sum(rewards, rewards, *ids, group_weight=2), r"^group_weight: .*, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

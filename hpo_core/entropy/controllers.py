@@ -118,6 +118,8 @@ def target_temperature(entropy: torch.Tensor, *, target: float = 0.5, low: float
     tensor(1.2000)
     """
     _check_scalars(entropy=entropy)
+    for name, temperature in (("low", low), ("high", high)):
+        check(0 < temperature < math.inf, "{}: expected a temperature above 0, got {}", name, temperature)
     return torch.where(entropy <= target, torch.full_like(entropy, high), torch.full_like(entropy, low))
 
 
@@ -165,6 +167,7 @@ def ares_kappa(
     """
     _check_buckets(kappa=kappa, divergence=divergence)
     check(budget > 0, "budget: expected a divergence > 0, got {}", budget)
+    check(least <= most, "least: expected a coefficient <= {} (most), got {}", most, least)
     moved = kappa.detach() * (1 + rate * (divergence.detach() / budget - 1))
     return torch.where(torch.isfinite(divergence), moved.clamp(least, most), kappa.detach())
 
@@ -229,6 +232,7 @@ def ares_penalty(
     1.001501
     """
     check(period >= 1, "period: expected a number of calls >= 1, got {}", period)
+    check(least <= most, "least: expected a coefficient <= {} (most), got {}", most, least)
     _check_buckets(divergence=divergence, beta=state.beta, average=state.average, error=state.error)
     check_dtype("calls", state.calls, (torch.int64,), "take the state as ares_penalty returned it")
     check_shape("calls", state.calls, (), "[] (what ares_penalty returned)")

@@ -185,6 +185,8 @@ def dppo_tv(
     >>> dppo_tv().corrections[0].statistic.name
     'PROBABILITY'
     """
+    for name, bound in (("low", low), ("high", high)):
+        check(0 <= bound <= 1, "{}: expected a difference of probabilities in [0, 1], got {}", name, bound)
     return _dppo("dppo_tv", Statistic.PROBABILITY, low, high, ratio_cap, channel)
 
 
@@ -199,6 +201,7 @@ def dppo_kl(delta: float = 0.05, ratio_cap: float = 20.0, channel: Channel = Cha
     >>> dppo_kl().corrections[0].high
     (0.05, inf)
     """
+    check(delta >= 0, "delta: expected a divergence >= 0, got {}", delta)
     return _dppo("dppo_kl", Statistic.BINARY_KL, delta, delta, ratio_cap, channel)
 
 

@@ -264,12 +264,13 @@ def _renamed(name: str, gate: RatioGate, source: str) -> RatioGate:
     return replace(gate, name=name, source=source)
 
 
-def _check_epsilons(low: float, high: float) -> None:
-    check(0 <= low <= 1, "eps_low: expected an epsilon in [0, 1], got {}", low)
-    check(0 <= high < math.inf, "eps_high: expected an epsilon >= 0, got {}", high)
+def _check_epsilons(low: float, high: float, names: tuple[str, str] = ("eps_low", "eps_high")) -> None:
+    check(0 <= low <= 1, "{}: expected an epsilon in [0, 1], got {}", names[0], low)
+    check(0 <= high < math.inf, "{}: expected an epsilon >= 0, got {}", names[1], high)
     check(
         not 0.5 <= low < 1 < high,
-        "eps_low, eps_high: expected epsilons, got {} and {}, which look like ratios; pass {:g} and {:g}",
+        "{}: expected epsilons, got {} and {}, which look like ratios; pass {:g} and {:g}",
+        ", ".join(names),
         low,
         high,
         1 - low,

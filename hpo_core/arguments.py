@@ -126,8 +126,8 @@ def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Ca
     kind, _, rest = annotation.partition(" | ")
     if kind in _NUMBERS and rest in ("", "None"):
         return functools.partial(_examined_number, kind, rest == "None")
-    if kind in ("tuple[float, float]", "Pair"):
-        return functools.partial(_examined_pair, rest == "None")
+    if kind in _PAIRS:
+        return functools.partial(_examined_pair, _PAIRS[kind], rest == "None")
     kind = annotation.removesuffix(" | None")
     if kind in _INSTANCES:
         return functools.partial(_examined_instance, function, kind, kind != annotation)
@@ -145,6 +145,7 @@ _LARGEST = torch.finfo(torch.float32).max
 # A bool is a number in Python, but not an argument here.
 _NUMBERS: dict[str, type] = {"float": numbers.Real, "int": numbers.Integral}
 _NAMES = {"float": "a number", "int": "an integer"}
+_PAIRS = {"tuple[float, float]": "float", "Pair": "float", "tuple[int, int]": "int"}
 
 
 def _is_number(kind: str, value: Any) -> bool:
@@ -202,12 +203,12 @@ def _examined_group(name: str, value: Any) -> Any:
     return value
 
 
-def _examined_pair(is_optional: bool, name: str, value: Any) -> Any:
+def _examined_pair(kind: str, is_optional: bool, name: str, value: Any) -> Any:
     if is_optional and value is None:
         return value
     is_pair = isinstance(value, tuple | list) and len(value) == 2
     require_type(is_pair, "{}: expected a pair of numbers, got {!r}", name, value)
-    return tuple(_examined_number("float", False, f"{name}[{at}]", each) for at, each in enumerate(value))
+    return tuple(_examined_number(kind, False, f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
 def _examined_if_given(name: str, value: Any) -> Any:

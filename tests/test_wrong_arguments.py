@@ -98,7 +98,8 @@ def number_parameters():
             name, function, {each.name: 0.5 for each in parameters if each.default is each.empty}
         )
         for each in parameters:
-            if each.annotation in ("float", "int", "float | None", "int | None", "tuple[float, float]"):
+            kinds = ("float", "int", "float | None", "int | None", "tuple[float, float]", "tuple[int, int]")
+            if each.annotation in kinds:
                 yield pytest.param(call, each.name, id=f"{name.removeprefix('hpo_core.')}-{each.name}")
 
 

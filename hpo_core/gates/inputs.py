@@ -17,7 +17,7 @@ import torch
 from .. import ops
 from ..arguments import examines
 from ..batch import PackedBatch, alone_without, renumber
-from ..checks import check, check_dtype, check_tokens, check_units, examined, require_type
+from ..checks import check, check_dtype, check_tokens, check_units, examined
 from ..specs import OrderRule
 from .ratio_gate import GateInputs
 from .token_level import _check_epsilons
@@ -139,8 +139,6 @@ def hapo_bounds(
     """
     check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
     _check_epsilons(eps_low, eps_high)
-    is_pair = isinstance(pivot, tuple) and len(pivot) == 2 and all(isinstance(each, int) for each in pivot)
-    require_type(is_pair, "pivot: expected a pair of integers, such as (4, 5), got {!r}", pivot)
     check(0 <= pivot[0] <= pivot[1] != 0, "pivot: expected a fraction in [0, 1], got {}", pivot)
     check_dtype("entropy", entropy, _NUMBERS, _ROUNDING)
     check_tokens(batch, entropy=entropy)

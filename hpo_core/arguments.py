@@ -207,7 +207,7 @@ def _examined_pair(kind: str, is_optional: bool, name: str, value: Any) -> Any:
     if is_optional and value is None:
         return value
     is_pair = isinstance(value, tuple | list) and len(value) == 2
-    require_type(is_pair, "{}: expected a pair of numbers, got {!r}", name, value)
+    require_type(is_pair, "{}: expected a pair of {}, got {!r}", name, f"{_NAMES[kind].split()[-1]}s", value)
     return tuple(_examined_number(kind, False, f"{name}[{at}]", each) for at, each in enumerate(value))
 
 

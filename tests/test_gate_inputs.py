@@ -47,7 +47,7 @@ _cov = functools.partial(gates.clip_cov_mask, TOKENS, TOKENS, ONE, FIVE, seed=0)
         (lambda: gates.dcpo_bounds(TOKENS, ratio_cap=0.5), "ratio_cap: expected an absolute ratio >= 1, got 0.5"),
         (lambda: gates.dcpo_bounds(TOKENS, eps_high=-1), "eps_high: expected an epsilon >= 0, got -1"),
         (lambda: gates.hapo_bounds(TOKENS, FIVE, eps_low=-1), r"eps_low: expected an epsilon in \[0, 1\], got -1"),
-        (lambda: gates.hapo_bounds(TOKENS, FIVE, pivot=0.8), "pivot: expected a pair of numbers, got 0.8"),
+        (lambda: gates.hapo_bounds(TOKENS, FIVE, pivot=0.8), "pivot: expected a pair of integers, got 0.8"),
         (lambda: gates.hapo_bounds(TOKENS, FIVE, pivot=(8, 5)), r"pivot: expected a fraction in .*, got \(8, 5\)"),
         (lambda: gates.hapo_bounds(TOKENS, FIVE, pivot=(4, 0)), r"pivot: expected a fraction in .*, got \(4, 0\)"),
         (lambda: gates.bpo_target(ONE, 20), r"eps: expected an epsilon in \[0, 1\], got 20"),

@@ -313,7 +313,7 @@ TEN = hpo.PackedBatch.from_lengths([10])
         (lambda: plot.batch_layout(hpo.PackedBatch.from_lengths([])), "batch: expected a row with tokens"),
         (lambda: plot.batch_layout(hpo.PackedBatch.from_lengths([0])), "batch: expected a row with tokens"),
         (lambda: plot.batch_layout(hpo.PackedBatch.from_lengths([1, 0, 1]), rows=(1, 2)), "rows: expected rows with"),
-        (lambda: plot.batch_layout(TWO_ROWS, rows=0), "rows: expected a pair of numbers, got 0"),
+        (lambda: plot.batch_layout(TWO_ROWS, rows=0), "rows: expected a pair of integers, got 0"),
         (lambda: plot.batch_layout(TWO_ROWS, rows=(0.0, 1.0)), "rows[0]: expected an integer, got 0.0"),
         (lambda: plot.entropy_window(H, TEN, "ares"), "window: expected one of"),
         (lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), row=1), "row: expected 0 to 0"),

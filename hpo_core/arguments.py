@@ -6,6 +6,7 @@ import enum
 import functools
 import inspect
 import numbers
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +15,16 @@ import torch.distributed
 
 from .checks import check, examined, is_traced, require_type
 
-__all__ = ["check_group", "check_member", "check_numbers", "constant", "constants", "examines", "is_finite"]
+__all__ = [
+    "check_flag",
+    "check_group",
+    "check_member",
+    "check_numbers",
+    "constant",
+    "constants",
+    "examines",
+    "is_finite",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
@@ -83,7 +93,26 @@ def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str,
         for name, value in zip(order, arguments, strict=False)
     ]
     named = {name: examiners[name](name, value) if name in examiners else value for name, value in keywords.items()}
-    return function(*given, *arguments[len(given) :], **named)
+    try:
+        return function(*given, *arguments[len(given) :], **named)
+    except ValueError as error:
+        error.args = (_told(function, dict(zip(order, given, strict=False)) | named, str(error)),)
+        raise
+
+
+def _told(function: Any, given: dict[str, Any], message: str) -> str:
+    """The message of an error; one that names a part of what the function makes, and none of its arguments, behind the
+    numbers it was called with: ``nft(floor=-1.0): head_numbers: expected ...``."""
+    numbers = ", ".join(f"{name}={value!r}" for name, value in given.items() if _are_numbers(value))
+    named = re.findall(r"\w+", message.partition(": ")[0])
+    if not numbers or not inspect.signature(function).parameters.keys().isdisjoint(named):
+        return message
+    return f"{function.__name__}({numbers}): {message}"
+
+
+def _are_numbers(value: Any) -> bool:
+    each = value if isinstance(value, tuple) else (value,)
+    return len(each) > 0 and all(_is_number("float", one) for one in each)
 
 
 def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Callable[[str, Any], Any] | None:
@@ -97,8 +126,8 @@ def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Ca
     kind, _, rest = annotation.partition(" | ")
     if kind in _NUMBERS and rest in ("", "None"):
         return functools.partial(_examined_number, kind, rest == "None")
-    if kind in ("tuple[float, float]", "Pair"):
-        return functools.partial(_examined_pair, rest == "None")
+    if kind in _PAIRS:
+        return functools.partial(_examined_pair, _PAIRS[kind], rest == "None")
     kind = annotation.removesuffix(" | None")
     if kind in _INSTANCES:
         return functools.partial(_examined_instance, function, kind, kind != annotation)
@@ -108,7 +137,7 @@ def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Ca
 # Classes of arguments, named tuples with their tensors among them.
 _INSTANCES = (
     *("PackedBatch", "GroupHistory", "WindowState", "ScopeStatistics", "PivotState", "AresTargets", "AresPenalty"),
-    *("Expected", "RatioGate"),
+    *("Expected", "RatioGate", "Window"),
 )
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -116,6 +145,7 @@ _LARGEST = torch.finfo(torch.float32).max
 # A bool is a number in Python, but not an argument here.
 _NUMBERS: dict[str, type] = {"float": numbers.Real, "int": numbers.Integral}
 _NAMES = {"float": "a number", "int": "an integer"}
+_PAIRS = {"tuple[float, float]": "float", "Pair": "float", "tuple[int, int]": "int"}
 
 
 def _is_number(kind: str, value: Any) -> bool:
@@ -151,6 +181,10 @@ def check_member(name: str, value: Any, kind: type[enum.Enum], or_none: bool = F
     require_type(False, "{}: expected one of {} ({}), got {!r}", name, kind.__name__, members, value)
 
 
+def check_flag(name: str, value: Any) -> None:
+    require_type(isinstance(value, bool), "{}: expected True or False, got {!r}", name, value)
+
+
 def check_group(name: str, group: Any) -> None:
     """Check that this is a process group. In place of one without this process torch makes another object, which its
     collectives pass over without a word."""
@@ -169,12 +203,12 @@ def _examined_group(name: str, value: Any) -> Any:
     return value
 
 
-def _examined_pair(is_optional: bool, name: str, value: Any) -> Any:
+def _examined_pair(kind: str, is_optional: bool, name: str, value: Any) -> Any:
     if is_optional and value is None:
         return value
     is_pair = isinstance(value, tuple | list) and len(value) == 2
-    require_type(is_pair, "{}: expected a pair of numbers, got {!r}", name, value)
-    return tuple(_examined_number("float", False, f"{name}[{at}]", each) for at, each in enumerate(value))
+    require_type(is_pair, "{}: expected a pair of {}, got {!r}", name, f"{_NAMES[kind].split()[-1]}s", value)
+    return tuple(_examined_number(kind, False, f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
 def _examined_if_given(name: str, value: Any) -> Any:

@@ -262,6 +262,13 @@ ERRORS = [
     (lambda: E.hapo(H7[:3], SEVEN), ValueError, r"entropy: expected shape \[T\]"),
     (lambda: E.entropy_advantage(H7, torch.ones(1), SEVEN, kappa=0.5), ValueError, "kappa: expected a number >= 1"),
     (lambda: E.steer(H7, SEVEN, least=0.0), ValueError, r"least: expected a weight in \(0, 1\], got 0.0"),
+    (
+        lambda: E.ares_kappa(H7, H7, budget=1.0, rate=0.1, least=2.0, most=1.0),
+        ValueError,
+        r"least: expected a coefficient <= 1.0 \(most\), got 2.0",
+    ),
+    (lambda: E.ares_penalty(E.AresPenalty.start(7), H7, least=1e3), ValueError, "least: expected a coefficient <= 100"),
+    (lambda: E.target_temperature(H7[0], low=-1, high=1), ValueError, "low: expected a temperature above 0, got -1"),
     (lambda: E.fit_pivot(H7, SEVEN, "80%"), TypeError, "quantile: expected a number, .*; write 0.8"),
 ]
 

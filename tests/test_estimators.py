@@ -198,6 +198,10 @@ def test_w8_w9_several(backend):
     x, ids = t([1.0, 0, 1, 0, 0, 1], [1.0, 1, 0, 0, 1, 1]), t(0, 0, 0, 1, 1, 1)
     close(A.gdpo(x, ids, **b), [0.912799, -0.456399, -0.456399, -1.369198, 0, 1.369198])
     close(A.grpo(x.sum(0), ids, eps=1e-4, **b), [1.154501, -0.577250, -0.577250, -0.999900, 0, 0.999900])
+    x, ids = t([1.0, 0, 1, 0.7], [1.0, 1, 0, 0.2]), t(0, 0, 0, 1)  # a group of one: 0, or 0.7 + 0.2
+    zero, raw = [1.414214, -0.707107, -0.707107, 0], [0.997221, -0.860622, -0.860622, 0.724024]
+    for singleton, expected in ((None, raw), ("raw", raw), ("zero", zero)):
+        close(A.gdpo(x, ids, lengths=t(1.0, 1, 1, 1), singleton=singleton, **b), expected, 2e-6)
 
 
 def test_w10_g2rpo(backend):
@@ -294,14 +298,16 @@ def test_w16_the_rest(backend):
 
 def test_dcpo_is_the_authors_over_two_steps(backend):
     t, b = on(backend)
-    history = A.GroupHistory(*(field.to(testing.device_of(backend)) for field in A.GroupHistory.start(1)))
-    first, history = A.dcpo(t(1.0, 0, 0, 1), t(0, 0, 0, 0), history, **b)
+    start = A.GroupHistory(*(field.to(testing.device_of(backend)) for field in A.GroupHistory.start(1)))
+    first, history = A.dcpo(t(1.0, 0, 0, 1), t(0, 0, 0, 0), start, **b)
     close(first, [0.866025, -0.866025, -0.866025, 0.866025])
     second, history = A.dcpo(t(1.0, 0, 0, 0), t(0, 0, 0, 0), history, **b)
     close(second, [1.313735, -0.588241, -0.588241, -0.588241])
     close(torch.cat(history), [2, 0.375, 0.554339**2], 2e-6)
-    alone, _ = A.dcpo(t(3.0), t(0), history, **b)
-    assert alone.isfinite().all()
+    # A group of one: nothing in the first step, then the share 1 / 2 of (1 - 0.75) / sqrt(0.3125).
+    close(A.dcpo(t(1.0), t(0), start, **b)[0], [0])
+    _, history = A.dcpo(t(1.0, 0), t(0, 0), start, **b)
+    close(A.dcpo(t(1.0), t(0), history, **b)[0], [0.223607])
 
 
 def test_mc_grpo_is_the_trainer_for_math_and_rescaled_that_for_gsm8k(backend):
@@ -498,6 +504,7 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
     rewards = torch.tensor([1.0, 0.0])
     tracker = A.BetaTracker.start(rewards, 1)
     update = functools.partial(tracker.updated, rewards, torch.tensor([0, 1]), rewards)
+    ids = [torch.zeros(2).long()] * 2
     for call, message in (
         (lambda: A.ngrpo(rewards, None, best=math.nan), r"best: expected a finite number, got nan"),
         (lambda: A.treepo(rewards, []), r"prefix_ids: expected 1 to 8 depths, got 0"),
@@ -509,6 +516,10 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: update(half_life=0.0), r"half_life: expected a number above 0, got 0"),
         (lambda: update(least_memory=math.nan), r"least_memory: expected a number in \[0, 1\], got nan"),
         (lambda: update(most_memory=1.5), r"most_memory: expected a number in \[0, 1\], got 1.5"),
+        (lambda: update(most_memory=0.5), r"least_memory: expected at most 0.5 \(most_memory\), got 0.875"),
+        (lambda: A.sgrpo(rewards, rewards, *ids, group_weight=50), r"^group_weight: expected .*, got 50"),
+        (lambda: A.sgrpo_reward_sum(rewards, rewards, ids[0], group_weight=-1), r"^group_weight: expected .*, got -1"),
+        (lambda: A.sgrpo_hierarchical_sum(rewards, rewards, *ids, group_weight=2), r"^group_weight: .*, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -126,9 +126,30 @@ def test_the_token_at_a_threshold_is_explained():
 
 
 def test_what_cannot_be_explained_is_refused():
-    with pytest.raises(ValueError, match="backend: expected one of"):
+    with pytest.raises(ValueError, match=r"a: expected a function or one of reference, .*, got 'tritn'"):
         testing.explain(example_of(gates.dapo()), "tritn")
     with pytest.raises(ValueError, match="a: expected the name of a backend or a function, got 3"):
         testing.explain(example_of(gates.dapo()), 3)
     with pytest.raises(TypeError, match="example: expected a PolicyLossExample"):
         testing.explain("dapo", "cpu")
+
+
+@pytest.mark.skipif(bool(hpo.backends()["cuda"]), reason="cuda is available")
+def test_a_backend_that_is_not_available_says_why():
+    with pytest.raises(ValueError, match="b: 'cuda' is not available: "):
+        testing.explain(example_of(gates.dapo()), "cpu", "cuda")
+
+
+def test_an_example_that_is_no_packed_call_is_refused():
+    mask = torch.tensor([[True, False], [True, True]])
+    logp, batch = torch.tensor([[-1.0, -2.0], [-0.5, -0.25]]), hpo.PackedBatch.from_padded(mask)
+    example = testing.PolicyLossExample(logp.flatten(), None, torch.ones(2), batch, gates.dapo(), {})
+    assert testing.explain(example, "cpu").token is None
+    for wrong, message in (
+        ({"gate": None}, r"example.gate: expected a RatioGate, got .*NoneType.*; .*gates.ppo_clip\(\)"),
+        ({"batch": mask}, r"example.batch: expected a PackedBatch, got .*; take PackedBatch.from_padded\(mask\)"),
+        ({"logp": logp}, r"example.logp: expected shape \[T\] .*, got \[2, 2\]; flatten"),
+        ({"keywords": {"weight": torch.ones(2)}}, "example.keywords: expected arguments of policy_loss, got weight"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            testing.explain(example._replace(**wrong), "cpu")

@@ -27,6 +27,40 @@ def constructors():
     }
 
 
+FIVE, TOKENS, ONE = hpo.PackedBatch.from_lengths([5]), torch.tensor([0.1, 0.2, 0.4, 0.8, 1.6]), torch.ones(1)
+_cov = functools.partial(gates.clip_cov_mask, TOKENS, TOKENS, ONE, FIVE, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gates.dppo_tv(0.15, 15), r"high: expected a difference of probabilities in \[0, 1\], got 15"),
+        (lambda: gates.dppo_tv(-0.1), r"low: expected a difference of probabilities in \[0, 1\], got -0.1"),
+        (lambda: gates.dppo_kl(-1), "delta: expected a divergence >= 0, got -1"),
+        (lambda: gates.kl_cov_mask(TOKENS, ONE, FIVE, share=20), r"share: expected a number in \[0, 1\], got 20"),
+        (lambda: gates.kl_cov_mask(TOKENS, ONE, FIVE, share=math.nan), "share: expected a number in .*, got nan"),
+        (lambda: _cov(share=-1), r"share: expected a number in \[0, 1\], got -1"),
+        (lambda: _cov(low=5, high=1), "low: expected low <= high, got 5 and 1"),
+        (lambda: _cov(eps=(0.8, 1.2)), r"eps\[0\], eps\[1\]: .* look like ratios; pass 0.2 and 0.2"),
+        (lambda: gates.archer_bounds(TOKENS > 1, (0.8, 1.2)), r"eps_narrow\[0\], .* look like ratios"),
+        (lambda: gates.archer_bounds(TOKENS > 1, eps_wider=(0.4, -1)), r"eps_wider\[1\]: expected an epsilon >= 0"),
+        (lambda: gates.dcpo_bounds(TOKENS, ratio_cap=0.5), "ratio_cap: expected an absolute ratio >= 1, got 0.5"),
+        (lambda: gates.dcpo_bounds(TOKENS, eps_high=-1), "eps_high: expected an epsilon >= 0, got -1"),
+        (lambda: gates.hapo_bounds(TOKENS, FIVE, eps_low=-1), r"eps_low: expected an epsilon in \[0, 1\], got -1"),
+        (lambda: gates.hapo_bounds(TOKENS, FIVE, pivot=0.8), "pivot: expected a pair of integers, got 0.8"),
+        (lambda: gates.hapo_bounds(TOKENS, FIVE, pivot=(8, 5)), r"pivot: expected a fraction in .*, got \(8, 5\)"),
+        (lambda: gates.hapo_bounds(TOKENS, FIVE, pivot=(4, 0)), r"pivot: expected a fraction in .*, got \(4, 0\)"),
+        (lambda: gates.bpo_target(ONE, 20), r"eps: expected an epsilon in \[0, 1\], got 20"),
+        (lambda: gates.gbpo_target(ONE, eps_low=-0.2), r"eps_low: expected an epsilon in \[0, 1\], got -0.2"),
+        (lambda: gates.gbpo_target(ONE, temperature=0.0), "temperature: expected a number above 0, got 0.0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make, message):
+    """Percentages, ratios in place of epsilons, and bounds in the wrong order made another method without a word."""
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        make()
+
+
 def test_every_constructor_is_tested_and_needs_no_argument():
     tested = {entry[0].name for entry in PRESETS.values()} | ELSEWHERE
     found = constructors()

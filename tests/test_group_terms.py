@@ -219,6 +219,13 @@ def test_errors_name_the_argument():
         combine([Term(values, ids)], share=Share.EQUAL, share_eps=math.inf)
     with pytest.raises(ValueError, match="coefficient: expected a finite"):
         GroupTerm(coefficient=math.nan)
+    with pytest.raises(TypeError, match=r"share: expected one of Share \(SUM, .*\), got 'sum'"):
+        combine([Term(values, ids)], share="sum")
+    wrong = {"eps": "0.1", "coefficient": None, "keep_singletons": "no", "scale": Center.MEAN}
+    wrong |= dict.fromkeys(("center", "eps_mode", "part", "presence"), "mean")
+    for name, value in wrong.items():
+        with pytest.raises(TypeError, match=rf"^{name}: expected "):
+            GroupTerm(**{name: value})
 
 
 def test_specs_survive_the_operator():

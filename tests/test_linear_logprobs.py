@@ -463,7 +463,7 @@ def test_extra_memory_is_that_of_a_block(count, vocabulary, dtype):
         ({"logit_scale": -1.0}, ValueError, "logit_scale: expected a finite number above 0, got -1.0"),
         ({"logit_scale": None}, TypeError, "logit_scale: expected a number, got None"),
         ({"block": (0, 5)}, ValueError, r"block: expected two integers above 0, .*, got \(0, 5\)"),
-        ({"block": 64}, ValueError, "block: expected two integers above 0, .*, got 64"),
+        ({"block": 64}, TypeError, "block: expected a pair of integers, got 64"),
         ({"temperature": 0.0}, ValueError, "temperature: expected finite numbers above 0"),
         ({"process_group": "world"}, TypeError, "process_group: expected a torch.distributed.ProcessGroup"),
     ],

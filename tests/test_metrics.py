@@ -102,6 +102,21 @@ def test_each_flag(backend):
     assert set(out.compute()) >= set(FLAGS)
 
 
+@pytest.mark.parametrize(
+    ("gate", "given", "named"),
+    [
+        (gates.dapo(), {"gate_inputs": gates.GateInputs(bounds=(torch.full((2,), 0.2),) * 2)}, "0 <= low <= 1 <= high"),
+        (gates.nft(), {"gate_inputs": gates.GateInputs(target=torch.tensor([50.0]))}, r"success rate \(target\)"),
+        (gates.tis(), {"rollout_logp": torch.full((2,), math.nan)}, r"correction \(by rollout_logp\)"),
+    ],
+)
+def test_the_flag_of_bad_advantages_names_what_else_it_counts(gate, given, named):
+    batch, logp = hpo.PackedBatch.from_lengths([2]), torch.zeros(2)
+    out = hpo.policy_loss(logp, logp, -torch.ones(1), batch, gate, **given)
+    with pytest.raises(FloatingPointError, match=f"bad_advantages = 2: .*{named}"):
+        out.metrics.raise_for_flags()
+
+
 def test_nothing_valid(backend):
     example = testing.random_policy_loss(1, gates.dapo(), {"weights"}, layout=Layout((3, 2), masked="all"))
     out = metrics_of(backend, example)

@@ -239,6 +239,13 @@ def test_rows_of_a_batch_and_segments_in_several_places():
     assert areas(plot.batch_layout(torch.ones(2, 3, dtype=torch.bool)), "row") == [(0, 3, False), (3, 6, False)]
 
 
+def test_tokens_too_narrow_to_tell_apart_are_drawn_as_runs():
+    mask = torch.ones(8000, dtype=torch.bool)
+    mask[3000:5000] = False
+    axes = plot.batch_layout(hpo.PackedBatch.from_lengths([4000, 4000], mask=mask))
+    assert areas(axes, "token") == [(0, 3000, False), (3000, 5000, True), (5000, 8000, False)]
+
+
 # ------------------------------------------------------------------------------------------------------- entropy_window
 
 H = torch.tensor([0.1, 0.9, 0.2, 0.0, 0.3, 2.0, 0.4, 0.8, 0.5, 0.6])
@@ -303,6 +310,11 @@ TEN = hpo.PackedBatch.from_lengths([10])
         (lambda: plot.trajectory("x", OLD, A, TWO_ROWS), "logp: expected"),
         (lambda: plot.batch_layout(TWO_ROWS, rows=(1, 3)), "rows: expected 0 <= first"),
         (lambda: plot.batch_layout("x"), "batch: expected a PackedBatch"),
+        (lambda: plot.batch_layout(hpo.PackedBatch.from_lengths([])), "batch: expected a row with tokens"),
+        (lambda: plot.batch_layout(hpo.PackedBatch.from_lengths([0])), "batch: expected a row with tokens"),
+        (lambda: plot.batch_layout(hpo.PackedBatch.from_lengths([1, 0, 1]), rows=(1, 2)), "rows: expected rows with"),
+        (lambda: plot.batch_layout(TWO_ROWS, rows=0), "rows: expected a pair of integers, got 0"),
+        (lambda: plot.batch_layout(TWO_ROWS, rows=(0.0, 1.0)), "rows[0]: expected an integer, got 0.0"),
         (lambda: plot.entropy_window(H, TEN, "ares"), "window: expected one of"),
         (lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), row=1), "row: expected 0 to 0"),
     ],

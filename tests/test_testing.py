@@ -324,6 +324,17 @@ def test_unknown_names_are_refused():
         testing.check(biased_std, "grpo", only=["exakt"])
     with pytest.raises(ValueError, match="features: expected names"):
         testing.random_policy_loss(features=["weight"])
+    for wrong in ({"features": ["windows"]}, {"device": "gpu"}, {"examples": 0}):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected "):
+            testing.check(hpo.policy_loss, **wrong)
+
+
+@pytest.mark.parametrize("features", [[], ["weights"], ["window"]])
+def test_promises_about_features_that_are_left_out_are_not_judged(features):
+    only = [name for name in testing.promises() if name.startswith(("ties: a score", "batch-inv", "micro-batch-inv"))]
+    report = testing.check(hpo.policy_loss, examples=3, features=features, only=only, backend="reference")
+    needs = ("window", "weights", "weights")
+    assert [verdict.kept for verdict in report.verdicts] == [True if need in features else None for need in needs]
 
 
 def test_strategies_without_hypothesis_say_so(monkeypatch):

@@ -271,6 +271,9 @@ def test_windows_are_values():
     assert len({window, pickle.loads(pickle.dumps(window))}) == 1
     values, batch = dyadic(Layout((5, 4), seed=1))
     assert torch.equal(window_mean(values, batch, 0, 2), window_aggregate(values, batch, Window.forward(3)))
+    for rules in itertools.product(("full", "shrink", "zero", "carry"), ("skip", "break")):
+        mine = EntropyWindow("mine", Fraction(1, 2), -1, 1, *rules)
+        assert torch.equal(mine.score(values, batch), window_aggregate(values, batch, Window(-1, 1, "mean", *rules)))
 
 
 @pytest.mark.parametrize(
@@ -291,6 +294,10 @@ def test_windows_are_values():
         (lambda: EntropyWindow("w", Fraction(1, 2), first=0.0), "first: expected an integer, got 0.0"),
         (lambda: EntropyWindow("w", Fraction(1, 2), last=2**63 - 1), "last: expected an offset"),
         (lambda: EntropyWindow("w", Fraction(1, 2), 1), "first: expected first <= last, got 1 and 0"),
+        (lambda: EntropyWindow("w", Fraction(1, 2), boundary="wrap"), "boundary: expected one of full, .*, got 'wrap'"),
+        (lambda: EntropyWindow("w", Fraction(1, 2), invalid=1), "invalid: expected one of skip, break, got 1"),
+        (lambda: EntropyWindow("w", Fraction(1, 2), rule=0), "rule: expected one of OrderRule .*, got 0"),
+        (lambda: EntropyWindow("w", Fraction(1, 2), strict="no"), "strict: expected True or False, got 'no'"),
     ],
 )
 def test_wrong_windows_are_refused(make, message):

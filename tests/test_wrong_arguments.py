@@ -6,6 +6,7 @@ The walk runs in a process of its own, so that a crash is a result like any othe
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -97,7 +98,8 @@ def number_parameters():
             name, function, {each.name: 0.5 for each in parameters if each.default is each.empty}
         )
         for each in parameters:
-            if each.annotation in ("float", "int", "float | None", "int | None", "tuple[float, float]"):
+            kinds = ("float", "int", "float | None", "int | None", "tuple[float, float]", "tuple[int, int]")
+            if each.annotation in kinds:
                 yield pytest.param(call, each.name, id=f"{name.removeprefix('hpo_core.')}-{each.name}")
 
 
@@ -151,6 +153,22 @@ ERRORS = [
     (lambda: gates.RatioGate("mine", gates.Clip), r"token: expected Identity\(\), Drop\(\), .*, got <class"),
     (lambda: gates.RatioGate("mine", IDENTITY, [gates.Level(IDENTITY)]), r"levels: .*, got \[Level\(Identity\(\)\)\]"),
     (lambda: gates.Level(0.2), r"gate: expected Identity\(\), .*, got 0\.2"),
+    (lambda: gates.RatioGate("mine", IDENTITY, advantage_weights=1.0), r"advantage_weights: expected a pair .*, got 1"),
+    (lambda: gates.RatioGate("mine", IDENTITY, head_numbers=0.2), r"head_numbers: expected a pair .*, got 0\.2"),
+    (lambda: hpo.entropy.cover(TOKENS > 0, BATCH, (0, 3)), "window: expected a Window, got <class 'tuple'>"),
+    (lambda: hpo.advantages.maxrl(ROWS, None, least_mean=-1), "least_mean: expected a finite number >= 0 .*, got -1"),
+    (lambda: hpo.entropy.epo_phase(1, math.nan), "steps: expected a finite number >= 2, got nan"),
+    (lambda: gates.tis(0), "ratio_cap: expected an absolute ratio > 0 or None, got 0"),
+    # What is wrong with a part of what is made, behind the arguments it was made of.
+    (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),
+    (lambda: gates.dro(beta=-1), r"dro\(beta=-1\): head_numbers, penalty_coefficient: expected numbers >= 0"),
+    (lambda: gates.icepop(5.0, 0.5), r"icepop\(ratio_low=5\.0, ratio_high=0\.5\): correction: expected low <= high"),
+    (lambda: gates.dcpo_clip(0.5), r"dcpo_clip\(ratio_cap=0\.5\): ratio_dual: expected a ratio c > 1"),
+    (lambda: gates.fiberpo(log_budgets=(-1, 1)), r"fiberpo\(log_budgets=\(-1, 1\)\): budgets: expected log-ratios"),
+    (
+        lambda: hpo.advantages.stratified(ROWS, ROWS.long(), ROWS.long(), alpha=math.inf),
+        r"stratified\(alpha=inf\): coefficient: expected a finite number, got inf",
+    ),
 ]
 
 

@@ -87,6 +87,8 @@ class BetaTracker(NamedTuple):
         check(half_life > 0, "half_life: expected a number above 0, got {}", half_life)
         for name, memory in (("least_memory", least_memory), ("most_memory", most_memory)):
             check(0 <= memory <= 1, "{}: expected a number in [0, 1], got {}", name, memory)
+        ordered = least_memory <= most_memory
+        check(ordered, "least_memory: expected at most {} (most_memory), got {}", most_memory, least_memory)
         places = _places(prompts, self.alpha, torch.isfinite(rewards) & ~torch.isnan(divergence))
         kept = torch.exp2(-divergence.float() / half_life).clamp(least_memory, most_memory)
         old_alpha, old_beta, rewards = (x.float() for x in (self.alpha, self.beta, rewards))
@@ -220,8 +222,8 @@ def dcpo(
         ddof: of each step's variance, 1 as in the authors' code (the paper does not say) or 0. The variance over all
             steps is put together from these by one formula, which is exact for 0.
 
-    A prompt whose units all lack a reward gets 0, and no step in the history. A group of one gets 0; the authors' code
-    raises.
+    A prompt whose units all lack a reward gets 0, and no step in the history. A group of one has ``A_new = 0``: it gets
+    0 in the prompt's first step, and a share of ``A_all`` later; the authors' code raises.
 
     >>> advantages, history = dcpo(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), GroupHistory.start(1))
     >>> advantages, history.mean

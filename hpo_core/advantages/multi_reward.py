@@ -11,7 +11,7 @@ import torch
 from ..checks import check, check_device, check_units, require_type
 from ..specs import GroupTerm, Provenance, Share
 from .flat import grpo, whiten
-from .terms import Term, as_advantages, check_channels, combine, estimator, grouped
+from .terms import Term, as_advantages, check_channels, combine, estimator, grouped, keeps_singletons
 
 __all__ = ["dvao", "gdpo", "hila", "tool_star", "vpo"]
 
@@ -56,6 +56,7 @@ def gdpo(
     lengths: torch.Tensor | None = None,
     eps: float | None = None,
     mask: torch.Tensor | None = None,
+    singleton: str | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """GDPO: each reward normalised in its group, their weighted sum normalised over the batch (arXiv 2601.05242).
@@ -72,6 +73,8 @@ def gdpo(
             do: ``(S - mean) / sqrt(var + 1e-8)``, units weighing as many as they have. Without it over samples, as in
             TRL.
         eps: 1e-4 without lengths (TRL), 1e-6 with them (verl) by default.
+        singleton: what a group of one has before the batch is normalised: 0 without lengths (``"zero"``), the weighted
+            sum of its rewards with them, as in verl (``"raw"``), by default.
 
     A unit that one reward does not score has nothing from that reward; what nothing scores is in no statistic.
 
@@ -83,7 +86,8 @@ def gdpo(
     """
     channels = check_channels(rewards, weights, group_ids=group_ids, lengths=lengths, mask=mask)
     eps = (1e-4 if lengths is None else 1e-6) if eps is None else eps
-    rule = GroupTerm(eps=eps, keep_singletons=lengths is not None)
+    singleton = ("zero" if lengths is None else "raw") if singleton is None else singleton
+    rule = GroupTerm(eps=eps, keep_singletons=keeps_singletons(singleton))
     terms = [Term(x, group_ids, replace(rule, coefficient=w)) for x, w in zip(rewards, channels, strict=True)]
     together = combine(terms, mask=mask, backend=backend)
     scored = torch.isfinite(rewards).any(0)

@@ -54,6 +54,7 @@ def sgrpo(
         rewards=rewards, group_rewards=group_rewards, supergroup_ids=supergroup_ids, group_ids=group_ids,
         credits=credits, mask=mask,
     )  # fmt: skip
+    _check_weight(group_weight)
     scored = scorable(rewards, mask) & torch.isfinite(group_rewards)
     group = dense_ids(supergroup_ids, group_ids)
     of_groups = _of_groups(
@@ -93,6 +94,7 @@ def sgrpo_reward_sum(
     tensor([ 0.5333, -0.1333, -0.2000, -0.2000])
     """
     check_units(rewards=rewards, group_rewards=group_rewards, supergroup_ids=supergroup_ids, mask=mask)
+    _check_weight(group_weight)
     together = (1 - group_weight) * rewards.double() + group_weight * group_rewards.double()
     rule = GroupTerm(center=Center.LEAVE_ONE_OUT, scale=scale_of(scaled), eps=eps)
     return combine([Term(as_advantages(together, rewards, backend), supergroup_ids, rule)], mask=mask, backend=backend)
@@ -126,6 +128,7 @@ def sgrpo_hierarchical_sum(
         rewards=rewards, group_rewards=group_rewards, supergroup_ids=supergroup_ids, group_ids=group_ids, mask=mask
     )
     check_eps(eps)
+    _check_weight(group_weight)
     scored = scorable(rewards, mask) & torch.isfinite(group_rewards)
     group = dense_ids(supergroup_ids, group_ids)
     own = GroupTerm(center=Center.LEAVE_ONE_OUT, scale=Scale.NONE)
@@ -137,6 +140,10 @@ def sgrpo_hierarchical_sum(
         scale = statistics(together, among(supergroup_ids, group >= 0), mask=scored, backend=backend).deviation(1) + eps
         advantages = torch.where(advantages == 0, 0.0, advantages / scale)
     return as_advantages(advantages, rewards, backend)
+
+
+def _check_weight(group_weight: float) -> None:
+    check(0 <= group_weight <= 1, "group_weight: expected a number in [0, 1], got {}", group_weight)
 
 
 def _of_groups(

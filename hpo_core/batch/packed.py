@@ -161,6 +161,8 @@ class PackedBatch:
         """
         counts = as_indices("lengths", lengths)
         check(counts.dim() == 1, "lengths: expected shape [S], got {}", list(counts.shape))
+        is_read = keywords.get("validate", True) and counts.numel() > 0
+        check(not is_read or int(counts.min()) >= 0, "lengths: expected numbers of tokens >= 0, got {}", lengths)
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         return cls(offsets, total_tokens=total_tokens, **keywords)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -13,11 +14,22 @@ from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_shape, require_type
 from ..specs import Boundary, Invalid, WindowAggregate
 
-__all__ = ["NUMBERS", "ROUNDING", "Window", "check_offsets", "flat_values", "window_aggregate", "window_mean"]
+__all__ = [
+    "BOUNDARIES",
+    "INVALID",
+    "NUMBERS",
+    "ROUNDING",
+    "Window",
+    "check_offsets",
+    "check_rule",
+    "flat_values",
+    "window_aggregate",
+    "window_mean",
+]
 
 _AGGREGATES = {each.name.lower(): each for each in WindowAggregate}
-_BOUNDARIES = {each.name.lower(): each for each in Boundary}
-_INVALID = {each.name.lower(): each for each in Invalid}
+BOUNDARIES = {each.name.lower(): each for each in Boundary}
+INVALID = {each.name.lower(): each for each in Invalid}
 NUMBERS = (torch.float32, torch.float64)
 _FARTHEST = 2**62  # beyond every row; a place in a row and an offset are an int64 together
 ROUNDING = "thresholds on 16-bit entropies pick wrong tokens; compute and store them in float32"
@@ -34,8 +46,9 @@ class Window:
         first, last: integers, ``first <= last``.
         aggregate: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
         boundary: a window that sticks out of its row. ``"full"``: undefined; ``"shrink"``: its part inside; ``"zero"``:
-            the row is 0 outside, so that a mean divides by the full width; ``"carry"``: the mean of the row's full
-            windows, or the row's first valid value if it has none (the threshold statistic of ARES' code).
+            the row is 0 outside, so that every mean divides by the full width, and what is left out of a window counts
+            as 0, masked tokens, too; ``"carry"``: the mean of the row's full windows, or the row's first valid value if
+            it has none (the threshold statistic of ARES' code).
         invalid: masked tokens inside a window. ``"skip"``: they are left out (one valid token must remain);
             ``"break"``: the window is undefined.
 
@@ -51,9 +64,9 @@ class Window:
 
     def __post_init__(self) -> None:
         check_offsets(self.first, self.last)
-        for name, known in (("aggregate", _AGGREGATES), ("boundary", _BOUNDARIES), ("invalid", _INVALID)):
-            value = getattr(self, name)
-            check(value in known, "{}: expected one of {}, got {!r}", name, ", ".join(known), value)
+        check_rule("aggregate", self.aggregate, _AGGREGATES)
+        check_rule("boundary", self.boundary, BOUNDARIES)
+        check_rule("invalid", self.invalid, INVALID)
         check(
             self.boundary != "zero" or self.aggregate in ("mean", "sum"),
             "boundary: 'zero' is for means and sums, got aggregate {!r}; use 'shrink'",
@@ -105,9 +118,8 @@ def window_aggregate(
     tensor([3., 5., -inf, 9., -inf])
     """
     batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
-    require_type(isinstance(window, Window), "window: expected a Window, got {!r}", window)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
-    rules = (_BOUNDARIES[window.boundary], _INVALID[window.invalid], backend, _AGGREGATES[window.aggregate])
+    rules = (BOUNDARIES[window.boundary], INVALID[window.invalid], backend, _AGGREGATES[window.aggregate])
     score = ops.window_score(flat, batch.mask, batch.once(PackedBatch.spans), window.first, window.last, *rules)
     return score.reshape(values.shape)
 
@@ -153,6 +165,12 @@ def check_offsets(first: int, last: int) -> None:
         _check_integer(name, offset)
         check(abs(offset) <= _FARTHEST, "{}: expected an offset from -2^62 to 2^62, got {}", name, offset)
     check(first <= last, "first: expected first <= last, got {} and {}", first, last)
+
+
+def check_rule(name: str, value: str, known: dict[str, Any]) -> None:
+    """Check the name of a rule of windows."""
+    is_known = isinstance(value, str) and value in known
+    check(is_known, "{}: expected one of {}, got {!r}", name, ", ".join(known), value)
 
 
 def _check_integer(name: str, value: int) -> None:

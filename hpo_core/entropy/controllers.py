@@ -118,6 +118,8 @@ def target_temperature(entropy: torch.Tensor, *, target: float = 0.5, low: float
     tensor(1.2000)
     """
     _check_scalars(entropy=entropy)
+    for name, temperature in (("low", low), ("high", high)):
+        check(0 < temperature < math.inf, "{}: expected a temperature above 0, got {}", name, temperature)
     return torch.where(entropy <= target, torch.full_like(entropy, high), torch.full_like(entropy, low))
 
 
@@ -133,8 +135,8 @@ def epo_phase(step: float, steps: float, gamma: float = 1.0, compat: str = "pape
     >>> round(epo_phase(1, 120), 6), round(epo_phase(75, 150, compat="code"), 6)
     (1.983471, 0.827067)
     """
+    check(2 <= steps < math.inf, "steps: expected a finite number >= 2, got {}", steps)
     middle = math.floor(steps / 2)
-    check(middle > 0, "steps: expected a number >= 2, got {}", steps)
     if not check_compat(compat):
         return 1 + math.exp(-gamma * step / middle)
     early = 1 - 0.2 * (1 - math.exp(-2 * step / middle))
@@ -165,6 +167,7 @@ def ares_kappa(
     """
     _check_buckets(kappa=kappa, divergence=divergence)
     check(budget > 0, "budget: expected a divergence > 0, got {}", budget)
+    check(least <= most, "least: expected a coefficient <= {} (most), got {}", most, least)
     moved = kappa.detach() * (1 + rate * (divergence.detach() / budget - 1))
     return torch.where(torch.isfinite(divergence), moved.clamp(least, most), kappa.detach())
 
@@ -229,6 +232,7 @@ def ares_penalty(
     1.001501
     """
     check(period >= 1, "period: expected a number of calls >= 1, got {}", period)
+    check(least <= most, "least: expected a coefficient <= {} (most), got {}", most, least)
     _check_buckets(divergence=divergence, beta=state.beta, average=state.average, error=state.error)
     check_dtype("calls", state.calls, (torch.int64,), "take the state as ares_penalty returned it")
     check_shape("calls", state.calls, (), "[] (what ares_penalty returned)")

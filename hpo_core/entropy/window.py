@@ -14,12 +14,12 @@ import torch
 import torch.distributed
 
 from .. import ops
-from ..arguments import examines
+from ..arguments import check_flag, check_member, examines
 from ..backends import choice, is_reference
 from ..batch import PackedBatch
 from ..checks import check, check_dtype, check_shape, require_type
-from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, Provenance
-from .aggregates import NUMBERS, ROUNDING, check_offsets, flat_values
+from ..specs import INDEX_RULES, OrderRule, Provenance
+from .aggregates import BOUNDARIES, INVALID, NUMBERS, ROUNDING, check_offsets, check_rule, flat_values
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
 from .selection import Selection
@@ -67,8 +67,8 @@ class EntropyWindow:
     quantile: Fraction
     first: int = 0
     last: int = 0
-    boundary: Boundary = Boundary.FULL
-    invalid: Invalid = Invalid.SKIP
+    boundary: str = "full"
+    invalid: str = "skip"
     rule: OrderRule = OrderRule.CEIL
     strict: bool = False
     scope: str = "batch"
@@ -77,6 +77,10 @@ class EntropyWindow:
 
     def __post_init__(self) -> None:
         check_offsets(self.first, self.last)
+        check_rule("boundary", self.boundary, BOUNDARIES)
+        check_rule("invalid", self.invalid, INVALID)
+        check_member("rule", self.rule, OrderRule)
+        check_flag("strict", self.strict)
         require_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
         is_fraction = 0 <= self.quantile.numerator <= self.quantile.denominator
         check(is_fraction, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
@@ -93,7 +97,7 @@ class EntropyWindow:
         """The windowed means ``[T]`` that are compared, -inf where undefined."""
         flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
         rows = batch.cu_seqlens if self.first == self.last == 0 else batch.once(PackedBatch.spans)
-        window = (self.first, self.last, self.boundary, self.invalid)
+        window = (self.first, self.last, BOUNDARIES[self.boundary], INVALID[self.invalid])
         return ops.window_score(flat, batch.mask, rows, *window, backend)
 
     @examines
@@ -292,7 +296,7 @@ def _scorer(window: EntropyWindow, values: torch.Tensor, backend: str | None) ->
         return ""
     name = backend or ("reference" if is_reference(values, None) else "cpu" if values.is_cpu else _chosen(values))
     name = "cuda" if name == "cuda_emulated" else name
-    return "cpu or cuda" if window.boundary is Boundary.FULL and name in ("cpu", "cuda") else name
+    return "cpu or cuda" if window.boundary == "full" and name in ("cpu", "cuda") else name
 
 
 def _chosen(values: torch.Tensor) -> str:

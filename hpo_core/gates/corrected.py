@@ -185,6 +185,8 @@ def dppo_tv(
     >>> dppo_tv().corrections[0].statistic.name
     'PROBABILITY'
     """
+    for name, bound in (("low", low), ("high", high)):
+        check(0 <= bound <= 1, "{}: expected a difference of probabilities in [0, 1], got {}", name, bound)
     return _dppo("dppo_tv", Statistic.PROBABILITY, low, high, ratio_cap, channel)
 
 
@@ -199,18 +201,19 @@ def dppo_kl(delta: float = 0.05, ratio_cap: float = 20.0, channel: Channel = Cha
     >>> dppo_kl().corrections[0].high
     (0.05, inf)
     """
+    check(delta >= 0, "delta: expected a divergence >= 0, got {}", delta)
     return _dppo("dppo_kl", Statistic.BINARY_KL, delta, delta, ratio_cap, channel)
 
 
 def _dppo(name: str, statistic: Statistic, low: float, high: float, cap: float, channel: Channel) -> RatioGate:
-    check(cap >= 1, "cap: expected an absolute ratio >= 1, got {}", cap)
+    check(cap >= 1, "ratio_cap: expected an absolute ratio >= 1, got {}", cap)
     mask = Correction(Action.MASK, (-math.inf, -low), (high, math.inf), channel=channel, statistic=statistic)
     clip = Clip(high=(float(cap), float(cap)))
     return RatioGate(name, clip, head=Head.SCORE, channel=channel, corrections=(mask,), source="arXiv 2602.04879")
 
 
 def _truncated(cap: float | None, unit: Unit | None = None, reduction: Reduction = Reduction.SUM) -> Correction:
-    check(cap is None or cap > 0, "cap: expected an absolute ratio > 0 or None, got {}", cap)
+    check(cap is None or cap > 0, "ratio_cap: expected an absolute ratio > 0 or None, got {}", cap)
     return Correction(Action.CLAMP, high=_log_pair(math.inf if cap is None else cap), unit=unit, reduction=reduction)
 
 

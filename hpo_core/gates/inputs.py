@@ -19,6 +19,7 @@ from ..batch import PackedBatch, alone_without, renumber, takes_padded
 from ..checks import check, check_dtype, check_tokens, check_units
 from ..specs import OrderRule
 from .ratio_gate import GateInputs
+from .token_level import check_epsilons
 
 __all__ = [
     "archer_bounds",
@@ -65,6 +66,8 @@ def archer_bounds(
     tensor([1.4000, 1.2000])
     """
     check_dtype("wide", wide, (torch.bool,), "use wide.bool()")
+    check_epsilons(*eps_narrow, ("eps_narrow[0]", "eps_narrow[1]"))
+    check_epsilons(*eps_wider, ("eps_wider[0]", "eps_wider[1]"))
     low, high = (torch.full_like(wide, 1 + epsilon, dtype=torch.float32) for epsilon in (-eps_narrow[0], eps_narrow[1]))
     return GateInputs(bounds=(low.masked_fill(wide, 1.0 - eps_wider[0]), high.masked_fill(wide, 1.0 + eps_wider[1])))
 
@@ -85,6 +88,9 @@ def dcpo_bounds(
     [0.768742, 1.187184]
     """
     check_dtype("old_logp", old_logp, _NUMBERS, _ROUNDING)
+    for name, epsilon in (("eps_low", eps_low), ("eps_high", eps_high)):
+        check(0 <= epsilon < math.inf, "{}: expected an epsilon >= 0, got {}", name, epsilon)
+    check(ratio_cap >= 1, "ratio_cap: expected an absolute ratio >= 1, got {}", ratio_cap)
     q = old_logp.detach().exp()
     below = 0.5 + 0.5 * (1 - 4 * eps_low / q).clamp(min=0).sqrt()
     above = 0.5 + 0.5 * (1 + 4 * eps_high / q).sqrt()
@@ -122,6 +128,8 @@ def hapo_bounds(
     (tensor([0.6000, 0.6667, 0.7333, 0.8000, 0.8000]), tensor([1.2000, 1.2000, 1.2000, 1.2000, 1.4000]))
     """
     check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
+    check_epsilons(eps_low, eps_high)
+    check(0 <= pivot[0] <= pivot[1] != 0, "pivot: expected a fraction in [0, 1], got {}", pivot)
     check_dtype("entropy", entropy, _NUMBERS, _ROUNDING)
     check_tokens(batch, entropy=entropy)
     valid, given = valid_tokens(batch), entropy.detach().float()
@@ -204,6 +212,8 @@ def clip_cov_mask(
     >>> clip_cov_mask(logp, logp, torch.tensor([2.0, -2.0]), batch, seed=1).token_mask.sum().item()
     3
     """
+    check(low <= high, "low: expected low <= high, got {} and {}", low, high)
+    check_epsilons(*eps, ("eps[0]", "eps[1]"))
     _check_policies(batch, logp, old_logp)
     covariance, advantage, valid = _covariance(logp, advantages, batch, advantage_level)
     ratio = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
@@ -293,6 +303,7 @@ def bpo_target(advantages: torch.Tensor, eps: float = 0.2) -> GateInputs:
     tensor([1.2000, 0.8000])
     """
     check_dtype("advantages", advantages, _NUMBERS, "use advantages.float()")
+    check(0 <= eps <= 1, "eps: expected an epsilon in [0, 1], got {}", eps)
     return GateInputs(target=1 + eps * advantages.sign())
 
 
@@ -318,6 +329,8 @@ def gbpo_target(
     """
     check_units(scores=scores, group_ids=group_ids)
     check_dtype("scores", scores, _NUMBERS, "use scores.float()")
+    check_epsilons(eps_low, eps_high)
+    check(temperature > 0, "temperature: expected a number above 0, got {}", temperature)
     x = scores.double()
     ids = torch.zeros(x.shape, dtype=torch.int64, device=x.device) if group_ids is None else group_ids
     group, _, _ = renumber(alone_without(ids))
@@ -384,6 +397,7 @@ def _first_of(key: torch.Tensor, eligible: torch.Tensor, share: float, valid: to
 
     The share of all positions bounds how many are wanted, so that few have to be in order.
     """
+    check(0 <= share <= 1, "share: expected a number in [0, 1], got {}", share)
     key = key.double().nan_to_num_(torch.inf, torch.inf, -torch.inf).masked_fill_(~eligible, torch.inf)
     most = min(max(1, math.floor(share * key.numel())), key.numel())
     if not most:

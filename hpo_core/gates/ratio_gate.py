@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import check_member, is_finite
+from ..arguments import check_member, check_numbers, is_finite
 from ..checks import check, require_type
 from ..kl import KLPenalty
 from ..specs import Aggregate, Head, Penalty, PolicyLossSpec, Provenance, Routing, TermSpec, TokenGate, Unit
@@ -36,6 +36,7 @@ from .parts import (
     Short,
     Tanh,
     check_bounds_alone,
+    check_pair,
     has_dual,
     level_spec,
     log_bounds,
@@ -166,6 +167,9 @@ class RatioGate(Short):
         check_member("head", self.head, Head)
         check_member("channel", self.channel, Channel)
         check_member("penalty", self.penalty, Penalty)
+        check_pair("head_numbers", self.head_numbers)
+        check_pair("advantage_weights", self.advantage_weights)
+        check_numbers("penalty_coefficient", self.penalty_coefficient)
         require_type(
             self.pre is None or isinstance(self.pre, (Clip, LogClip)),
             "pre: expected {}, or None, got {!r}",

@@ -8,7 +8,7 @@ from ..arguments import examines
 from ..checks import check
 from ..specs import Action, Aggregate, Head, Routing
 from .ratio_gate import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip, RatioGate
-from .token_level import _check_epsilons, _pessimistic
+from .token_level import _pessimistic, check_epsilons
 
 __all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "luspo", "rec", "rec_ring", "topr", "vespo"]
 
@@ -167,7 +167,7 @@ def rec(eps_low: float = 0.2, eps_high: float = 0.2, one_sided: bool = True, imp
     >>> rec().corrections[0].channel.name
     'STALENESS'
     """
-    _check_epsilons(eps_low, eps_high)
+    check_epsilons(eps_low, eps_high)
     below, above = math.log1p(-eps_low) if eps_low < 1 else -math.inf, math.log1p(eps_high)
     lows, highs = ((-math.inf, below), (above, math.inf)) if one_sided else ((below, below), (above, above))
     mask = Correction(Action.MASK, lows, highs, channel=Channel.STALENESS)

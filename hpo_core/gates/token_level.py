@@ -114,7 +114,7 @@ def ce_gppo(
     >>> ce_gppo().token.weight_low
     (1.0, 0.25)
     """
-    _check_epsilons(eps_low, eps_high)
+    check_epsilons(eps_low, eps_high)
     check(ratio_dual > 1, "ratio_dual: expected a ratio c > 1, got {}", ratio_dual)
     clip = Clip(
         low=(0.0, 1.0 - eps_low),
@@ -256,7 +256,7 @@ def cispo(ratio_cap: float = 5.0, ratio_low: float = 0.0, *, unified: bool = Fal
 
 def _pessimistic(eps_low: float, eps_high: float, ratio_dual: float = math.inf) -> Clip:
     """PPO's clip, which bounds the ratio on the side to which the advantage pulls it."""
-    _check_epsilons(eps_low, eps_high)
+    check_epsilons(eps_low, eps_high)
     return Clip(low=(0.0, 1.0 - eps_low), high=(1.0 + eps_high, float(ratio_dual)))
 
 
@@ -264,12 +264,13 @@ def _renamed(name: str, gate: RatioGate, source: str) -> RatioGate:
     return replace(gate, name=name, source=source)
 
 
-def _check_epsilons(low: float, high: float) -> None:
-    check(0 <= low <= 1, "eps_low: expected an epsilon in [0, 1], got {}", low)
-    check(0 <= high < math.inf, "eps_high: expected an epsilon >= 0, got {}", high)
+def check_epsilons(low: float, high: float, names: tuple[str, str] = ("eps_low", "eps_high")) -> None:
+    check(0 <= low <= 1, "{}: expected an epsilon in [0, 1], got {}", names[0], low)
+    check(0 <= high < math.inf, "{}: expected an epsilon >= 0, got {}", names[1], high)
     check(
         not 0.5 <= low < 1 < high,
-        "eps_low, eps_high: expected epsilons, got {} and {}, which look like ratios; pass {:g} and {:g}",
+        "{}: expected epsilons, got {} and {}, which look like ratios; pass {:g} and {:g}",
+        ", ".join(names),
         low,
         high,
         1 - low,

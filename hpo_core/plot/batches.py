@@ -27,7 +27,8 @@ def batch_layout(
     """A packed batch from above: its tokens from left to right, and over them the levels that the batch names.
 
     Segments of one id have one colour and their id, or number, in them; a segment in several places shows as several
-    areas of its colour. Tokens that are masked are hatched, and tokens in no row are left white.
+    areas of its colour. Tokens that are masked are hatched, and tokens in no row are left white. Where tokens are too
+    narrow to tell apart, runs of masked and of other tokens are one area each.
 
     Args:
         batch: a PackedBatch, or a padded mask ``[B, L]``.
@@ -45,14 +46,19 @@ def batch_layout(
     ['token', 'row', 'group']
     """
     batch = as_batch(batch).to("cpu")
+    has_tokens = batch.rows > 0 and batch.total_tokens > 0
+    check(has_tokens, "batch: expected a row with tokens, got {}", batch)
     first, last = (0, batch.rows) if rows is None else rows
     check(0 <= first < last <= batch.rows, "rows: expected 0 <= first < last <= {}, got {}", batch.rows, rows)
     drawn = axes_of("batch_layout", axes, (9, 3.2))
     begin, end = int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last])
     end = batch.total_tokens if last == batch.rows else end
+    check(begin < end, "rows: expected rows with tokens, got {}", rows)
     names = []
     for height, (name, segments) in enumerate(_layers(batch, first, last)):
         names.append(name)
+        if name == "token" and not _fits("0", 1, end - begin, drawn):
+            segments = list(_joined(segments))
         colour: dict[int, str] = {}
         for left, right, number, is_valid in segments:
             face = colour.setdefault(number, LIGHT[len(colour) % len(LIGHT)]) if is_valid else "white"
@@ -74,7 +80,8 @@ def _layers(batch: PackedBatch, first: int, last: int) -> Iterator[tuple[str, li
     begins, ends = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
     valid = torch.ones(batch.total_tokens, dtype=torch.bool) if batch.mask is None else batch.mask.flatten()
     shown = range(begins[first], ends[last - 1])
-    yield "token", [(token, token + 1, token, bool(valid[token])) for token in shown]
+    counts = valid.tolist()
+    yield "token", [(token, token + 1, int(counts[token]), counts[token]) for token in shown]
     if batch.steps is not None or batch.cu_steps is not None:
         lefts, rights = (each.tolist() for each in batch.step_ranges())
         numbers = range(len(lefts)) if batch.step_ids is None else batch.step_ids.tolist()
@@ -92,9 +99,9 @@ def _layers(batch: PackedBatch, first: int, last: int) -> Iterator[tuple[str, li
 
 def _joined(areas: list[tuple[int, int, int, bool]]) -> Iterator[tuple[int, int, int, bool]]:
     """Neighbours of one number as one area."""
-    for number, same in itertools.groupby(areas, key=lambda area: area[2]):
+    for (number, is_valid), same in itertools.groupby(areas, key=lambda area: area[2:]):
         run = list(same)
-        yield run[0][0], run[-1][1], number, True
+        yield run[0][0], run[-1][1], number, is_valid
 
 
 def _fits(text: str, width: int, tokens: int, axes: Any) -> bool:

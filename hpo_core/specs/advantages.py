@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..arguments import check_flag, check_member, check_numbers
 from ..checks import check
 
 __all__ = [
@@ -98,6 +99,14 @@ class GroupTerm:
     coefficient: float = 1.0
 
     def __post_init__(self) -> None:
+        check_member("center", self.center, Center)
+        check_member("scale", self.scale, Scale)
+        check_member("eps_mode", self.eps_mode, EpsMode)
+        check_member("part", self.part, Part)
+        check_member("presence", self.presence, Presence)
+        check_flag("keep_singletons", self.keep_singletons)
+        check_numbers("eps", self.eps)
+        check_numbers("coefficient", self.coefficient)
         check(self.ddof in (0, 1), "ddof: expected 0 (divide by n) or 1 (divide by n - 1), got {}", self.ddof)
         check(0 <= self.eps < math.inf, "eps: expected a finite number >= 0, got {}", self.eps)
         check(math.isfinite(self.coefficient), "coefficient: expected a finite number, got {}", self.coefficient)
@@ -120,6 +129,7 @@ class GroupNormalisation:
     share_least: float = 0.0
 
     def __post_init__(self) -> None:
+        check_member("share", self.share, Share)
         check(
             1 <= len(self.terms) <= MOST_TERMS, "terms: expected 1 to {} of them, got {}", MOST_TERMS, len(self.terms)
         )

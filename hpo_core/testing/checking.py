@@ -22,7 +22,7 @@ from .expected import Outcome, accepts
 from .promises import GRADIENT, PROMISES, Inapplicable, Promise
 from .promises_of_losses import NOTHING_VALID, has_tokens
 from .strategies import hypothesis
-from .subjects import ESTIMATORS, OTHERS, Recorded, Run, estimator_of, of_advantages, of_policy_loss
+from .subjects import ESTIMATORS, OTHERS, Recorded, Run, estimator_of, of_advantages, of_policy_loss, withheld
 
 __all__ = ["Report", "Verdict", "check", "promises"]
 
@@ -141,7 +141,8 @@ def check(
         gradient: False for a loss or penalty without one: promises about gradients are then not supported.
         examples: the number of examples per promise. seed: the seed of the search, which decides the fault it finds.
         only: names from :func:`promises`. Default: all.
-        features: optional inputs of a policy loss, from ``FEATURES``. Default: the inputs that ``fn`` takes.
+        features: optional inputs of a policy loss, from ``FEATURES``. Default: the inputs that ``fn`` takes. A promise
+            that needs another one is not supported.
         device: the device of the tensors that ``fn`` gets.
         options: passed to ``fn`` and to the reference: ``ddof=0``, ``eps=1e-4``, ...
 
@@ -157,6 +158,9 @@ def check(
         "only: expected names from promises({!r}), got {}", op, sorted(set(asked) - set(promises(op))),
     )  # fmt: skip
     require_type(callable(fn), "fn: expected a function, got {!r}", fn)
+    require(isinstance(examples, int) and examples >= 1, "examples: expected an integer >= 1, got {!r}", examples)
+    _check_device(device)
+    left_out = withheld(features)
     recorded = Recorded(fn)
     if kind == "advantages":
         subject = of_advantages(recorded, estimator_of(op, estimator), options)
@@ -174,6 +178,9 @@ def check(
         missing = [need for need in promise.needs if not (gradient if need == GRADIENT else accepts(recorded, need))]
         if missing:
             return Verdict(promise.name, None, f"the kernel has no {', '.join(missing)}")
+        missing = [need for need in promise.needs if need in left_out]
+        if missing:
+            return Verdict(promise.name, None, f"features= leaves out {', '.join(missing)}")
         return _search(promise, run, recorded, subject.strategy, examples, seed)
 
     if kind != "policy_loss":
@@ -188,6 +195,14 @@ def check(
         if promise.name in asked
     ]
     return Report(op, tuple(verdicts), examples, subject.notes)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device: expected one that torch can use here, got {device!r}: {reason}") from error
 
 
 def _run_with_tokens(run: Run, gradient: bool, example: PolicyLossExample) -> Outcome:

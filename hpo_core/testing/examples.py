@@ -32,6 +32,7 @@ __all__ = [
     "RewardsExample",
     "ScoresExample",
     "WindowExample",
+    "check_features",
     "device_of",
     "move",
     "random_policy_loss",
@@ -186,6 +187,11 @@ class PolicyLossExample(NamedTuple):
         return self.without("window", "threshold").given(selection=selection)
 
 
+def check_features(features: Collection[str]) -> None:
+    unknown = sorted(set(features) - set(FEATURES))
+    check(not unknown, "features: expected names from {}, got {}", ", ".join(FEATURES), unknown)
+
+
 @examines
 def random_policy_loss(
     seed: int = 0,
@@ -203,8 +209,7 @@ def random_policy_loss(
         penalty: the penalty of the feature "kl"; default ``kl.k3(0.1)``.
         layout: the rows; default: random. Trajectories of several rows need both ``layout.shared`` and the feature.
     """
-    unknown = set(features) - set(FEATURES)
-    check(not unknown, "features: expected names from {}, got {}", FEATURES, sorted(unknown))
+    check_features(features)
     gate = gates.ppo_clip() if gate is None else gate
     layout = random_layout(seed) if layout is None else layout
     layout = replace(layout, shared=layout.shared and "trajectories" in features)

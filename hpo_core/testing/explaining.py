@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arguments import examines
-from ..checks import check, require_type
+from ..backends import backends
+from ..batch import PackedBatch
+from ..checks import check, check_shape, require_type
+from ..gates import RatioGate
 from ..losses import policy_loss
 from ..prepared import prepare
 from ..reference.gates import gate_tokens, read_tokens
@@ -18,7 +21,7 @@ from ..reference.segments import flat
 from ..specs import Unit
 from .budget import budget
 from .examples import PolicyLossExample, device_of, move
-from .expected import Outcome, accepts, expect_policy_loss, run_policy_loss
+from .expected import Outcome, accepted, accepts, expect_policy_loss, run_policy_loss
 
 __all__ = ["ExplainedLevel", "Explanation", "explain"]
 
@@ -70,7 +73,8 @@ def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, b
     """Explain the first token whose loss or gradient differs between two kernels.
 
     Args:
-        example: from :func:`random_policy_loss`, or your own call as a ``PolicyLossExample``.
+        example: from :func:`random_policy_loss`, or your own call as a ``PolicyLossExample``, packed: with a padded
+            mask, ``PackedBatch.from_padded(mask)`` and flattened tensors.
         a, b: names of backends, or functions that are called as ``policy_loss`` or ``policy_loss_and_grad`` is. Where
             one returns no losses of tokens, gradients alone are compared. With a threshold that ``window.fit`` returned
             the definition and ``"reference"`` take the scores of the backend that fitted it.
@@ -86,6 +90,7 @@ def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, b
     no token differs
     """
     require_type(isinstance(example, PolicyLossExample), "example: expected a PolicyLossExample, got {}", type(example))
+    _check_example(example)
     example = example.given(weights=example.weights())
     names = [_name(kernel, side) for kernel, side in ((a, "a"), (b, "b"))]
     names[1] += " (b)" * (names[0] == names[1])
@@ -111,12 +116,32 @@ def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, b
     return Explanation(token, row, token - begin, int(differs.sum()), facts, state, levels, results)
 
 
+def _check_example(example: PolicyLossExample) -> None:
+    batch, gate = example.batch, example.gate
+    require_type(
+        isinstance(batch, PackedBatch),
+        "example.batch: expected a PackedBatch, got {}; take PackedBatch.from_padded(mask)",
+        type(batch),
+    )
+    require_type(
+        isinstance(gate, RatioGate),
+        "example.gate: expected a RatioGate, got {}; that of policy_loss by default is gates.ppo_clip()",
+        type(gate),
+    )
+    check_shape("example.logp", example.logp, (batch.total_tokens,), "[T] (packed)", "flatten what is padded")
+    unknown = sorted(set(example.keywords) - set(accepted(policy_loss, example.keywords)))
+    check(not unknown, "example.keywords: expected arguments of policy_loss, got {}", ", ".join(unknown))
+
+
 def _at(token: int, part: torch.Tensor | None) -> float:
     return math.nan if part is None else float(part[token])
 
 
 def _name(kernel: Kernel, side: str) -> str:
     if isinstance(kernel, str):
+        known = backends()
+        check(kernel in known, "{}: expected a function or one of {}, got {!r}", side, ", ".join(known), kernel)
+        check(bool(known[kernel]), "{}: {!r} is not available: {}", side, kernel, known[kernel].reason)
         return kernel
     check(callable(kernel), "{}: expected the name of a backend or a function, got {!r}", side, kernel)
     return getattr(kernel, "__name__", side)

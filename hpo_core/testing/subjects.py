@@ -26,6 +26,7 @@ from .examples import (
     RewardsExample,
     ScoresExample,
     WindowExample,
+    check_features,
     random_policy_loss,
 )
 from .expected import Outcome, accepts, run_policy_loss
@@ -43,6 +44,7 @@ __all__ = [
     "of_advantages",
     "of_policy_loss",
     "of_rectangles",
+    "withheld",
 ]
 
 Run = Callable[[Any], Any]
@@ -74,6 +76,7 @@ class Recorded:
         return self.fn(*arguments, **keywords)
 
 
+# The keywords that a feature takes, where it is not the one of its name.
 _NEEDS = {
     "kl": ("kl", "ref_logp"),
     "kl_weight": ("kl", "ref_logp", "selection"),
@@ -82,6 +85,18 @@ _NEEDS = {
     "bounds": ("gate_inputs",),
 }
 _ON_TOKENS = ("ref_logp", "entropy", "token_mask", "token_weight", "rollout_logp")
+
+
+def withheld(features: Collection[str] | None) -> set[str]:
+    """The keywords of a policy loss that a caller's choice of features leaves out; None chooses all."""
+    if features is None:
+        return set()
+    check_features(features)
+    return _keywords(FEATURES) - _keywords(features)
+
+
+def _keywords(features: Collection[str]) -> set[str]:
+    return {need for feature in features for need in _NEEDS.get(feature, (feature,))}
 
 
 def of_policy_loss(

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules
+from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules, two_ranks
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -371,7 +371,10 @@ def test_tinker():
         lambda logp: theirs(logp, batch.present),
         batch.logp,
     )
-    mean, metrics = custom_loss(gates.ppo_clip(0.2, 0.28), reduction="mean")(datums(batch), parts(batch.logp, batch))
+    with two_ranks():  # of the client, of which Tinker knows nothing
+        mean, metrics = custom_loss(gates.ppo_clip(0.2, 0.28), reduction="mean")(
+            datums(batch), parts(batch.logp, batch)
+        )
     torch.testing.assert_close(mean, theirs(batch.logp, batch.mask) / batch.tokens)
     assert metrics["hpo/tokens:sum"] == batch.tokens and metrics["hpo/clipped:mean"] > 0.1
 

@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules
+from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules, two_ranks
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -227,6 +227,13 @@ def test_areal():
         lambda logp: masked(clipped(logp, old, advantages, 0.2, 0.28, 1.5), mask).sum() / batch.tokens,
         batch.packed(batch.logp),
     )
+
+
+def test_areals_engine_weighs_the_means_of_ranks():
+    batch = Batch()
+    alone = areal_loss(batch.packed(batch.logp), batch)
+    with two_ranks():
+        assert torch.equal(areal_loss(batch.packed(batch.logp), batch), alone)
 
 
 def test_areal_takes_the_gate_of_the_environment(monkeypatch):

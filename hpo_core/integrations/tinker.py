@@ -60,7 +60,10 @@ def custom_loss(
             )
             ids = ids_of([str(each) for each in prompts], old.device)
             batch = PackedBatch(batch.cu_seqlens, mask, group_ids=ids, validate=False)
-        weights = torch.ones(batch.rows, device=old.device) if reduction == "sum" else aggregation.token_mean(batch)
+        if reduction == "sum":
+            weights = torch.ones(batch.rows, device=old.device)
+        else:
+            weights = aggregation.token_mean(batch, ranks=1)
         out = policy_loss(
             torch.cat([each.reshape(-1) for each in logprobs]).float(),
             old,

@@ -15,6 +15,7 @@ from hpo_core import entropy, gates
 skip_without("verl")
 core_algos, tensordict_utils = Lazy("verl.trainer.ppo.core_algos"), Lazy("verl.utils.tensordict_utils")
 losses, workers = Lazy("verl.workers.utils.losses"), Lazy("verl.workers.engine_workers")
+workers_config = Lazy("verl.workers.config")
 hpo_verl, selection = Lazy("hpo_core.integrations.verl"), Lazy("hpo_core.integrations.verl_rows")
 
 pytestmark = pytest.mark.peers
@@ -140,6 +141,12 @@ def test_methods_know_prompts_and_how_many_rollouts_came_before():
     for seed, found in enumerate(updated(batch, config, SPLITS["any"], updates=2)):
         chosen = above_the_prompt_s_median(given, batch.packed(), None, seed)
         close(found, expected(batch, gates.ppo_clip(), chosen))
+
+
+def test_a_critic_is_trained_by_the_same_class_of_workers():
+    critic = workers_config.CriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1)
+    worker = types.SimpleNamespace(loss_fn=functools.partial(losses.value_loss, config=critic))
+    assert selection.module()._selected(lambda _, data: data)(worker, "rows") == "rows"
 
 
 def test_rows_may_be_padded():

@@ -164,12 +164,22 @@ def test_openrlhf_takes_the_gate_of_the_environment_and_keeps_its_own_correction
         ("icepop", {}, "is_correction_level"),
         ("reconstructed.fiberpo_domain", {}, "level of groups"),
         ("", {"policy_loss_type": "reinforce"}, "expected ppo or gspo"),
+        ("", {"is_correction_level": "tokens"}, "is_correction_level: expected one of off, token, seq"),
+        ("gspo", {"is_correction_mode": "drop"}, "is_correction_mode: expected one of mask, clip"),
+        ("", {"is_correction_gating": "kl"}, "is_correction_gating: expected one of ratio, binary_kl, tv"),
+        ("", {"is_correction_level": "seq", "is_correction_mode": "clip"}, "is of the ratios of tokens"),
+        ("", {"is_correction_level": "token", "is_correction_gating": "tv"}, "an upper bound alone"),
     ],
 )
 def test_openrlhf_refuses_by_name(gate, flags, said, monkeypatch):
     monkeypatch.setenv("HPO_GATE", gate)
     with pytest.raises(ValueError, match=said):
         integration("openrlhf").HPOPolicyLoss(**flags)
+
+
+def test_openrlhfs_gspo_has_its_dual_clip():
+    made = integration("openrlhf").HPOPolicyLoss(policy_loss_type="gspo", clip_eps_high=0.28, dual_clip=1.5)
+    assert made.used.levels[0].gate == gates.ppo_clip(0.2, 0.28, ratio_dual=1.5).token
 
 
 def test_openrlhf_is_replaced_where_its_actor_looks_the_name_up(monkeypatch):

@@ -82,6 +82,8 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
                 else gates.sapo(self.tau_pos, self.tau_neg)
             )
         if level == "token":
+            least = 1 + self.epsilon_high
+            check(delta is None or delta >= least, "delta: expected >= 1 + epsilon_high = {}, got {}", least, delta)
             return gates.ppo_clip(self.epsilon_low, self.epsilon_high, ratio_dual=delta)
         check(delta is None, "delta: hpo_core's gates of sequences have no dual clip; leave it out")
         make = {"sequence": gates.gspo, "sequence_token": gates.gspo_token}

@@ -371,6 +371,10 @@ def test_tinker():
         lambda logp: theirs(logp, batch.present),
         batch.logp,
     )
+    one_without, mask = datums(batch), batch.mask.clone()
+    del one_without[1].loss_fn_inputs["mask"]
+    mask[1] = batch.present[1]
+    equal(lambda logp: loss(one_without, parts(logp, batch)), lambda logp: theirs(logp, mask), batch.logp)
     with two_ranks():  # of the client, of which Tinker knows nothing
         mean, metrics = custom_loss(gates.ppo_clip(0.2, 0.28), reduction="mean")(
             datums(batch), parts(batch.logp, batch)

@@ -11,6 +11,7 @@ from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integ
 
 import hpo_core as hpo
 from hpo_core import gates
+from hpo_core.integrations.turns import turns
 
 
 @pytest.fixture(autouse=True)
@@ -391,6 +392,14 @@ def test_tinker_knows_the_prompts_that_it_is_told():
     expected = hpo.policy_loss(
         batch.logp, batch.rollout, batch.advantages, packed, gate, weights=torch.ones(ROWS), advantage_level="token"
     )
+    torch.testing.assert_close(found, expected.loss)
+    levels = tuple(gates.Level(gates.Tanh(0.1), unit=unit) for unit in (gates.Unit.STEP, gates.Unit.GROUP))
+    deep = gates.RatioGate("deep", gates.LogClip((-0.2, -0.2), (0.2, 0.2)), levels)
+    packed = hpo.PackedBatch.from_padded(batch.mask, steps=turns(batch.mask), group_ids=torch.arange(ROWS) // 2)
+    expected = hpo.policy_loss(
+        batch.logp, batch.rollout, batch.advantages, packed, deep, weights=torch.ones(ROWS), advantage_level="token"
+    )
+    found, _ = custom_loss(deep, prompts=prompts)(datums(batch), parts(batch.logp, batch))
     torch.testing.assert_close(found, expected.loss)
     with pytest.raises(ValueError, match="expected one of each of 6 datums, got 2"):
         custom_loss(gate, prompts=["a", "b"])(datums(batch), parts(batch.logp, batch))

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from .. import aggregation
-from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..losses import policy_loss
@@ -53,14 +52,14 @@ def custom_loss(
         old, advantages = _field(told, "logprobs").float(), _field(told, "advantages").float()
         mask = _field(told, "mask") != 0
         lengths = torch.tensor([0, *(len(each) for each in logprobs)], device=old.device)
-        batch = packed_rows(lengths.cumsum(0), mask, made)
+        ids = None
         if grouped:
             assert prompts is not None
             check(
                 len(prompts) == len(data), "prompts: expected one of each of {} datums, got {}", len(data), len(prompts)
             )
             ids = ids_of([str(each) for each in prompts], old.device)
-            batch = PackedBatch(batch.cu_seqlens, mask, group_ids=ids, validate=False)
+        batch = packed_rows(lengths.cumsum(0), mask, made, ids)
         if reduction == "sum":
             weights = torch.ones(batch.rows, device=old.device)
         else:

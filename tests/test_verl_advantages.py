@@ -205,6 +205,18 @@ def test_every_estimator_is_registered():
         assert not batch["advantages"][~padded.mask].any() and batch["advantages"].any(), name
 
 
+@pytest.mark.parametrize("name", ["gpg", "lite_ppo"])
+def test_rows_with_which_verl_fills_a_batch_up_are_in_no_statistic(name):
+    """They have a prompt of their own, the reward 0 and no valid token."""
+    padded = Padded(4)
+    expected = through_verl(f"hpo_{name}", padded)["advantages"]
+    padded.mask = torch.cat((padded.mask, torch.zeros_like(padded.mask[:5])))
+    padded.rewards = torch.cat((padded.rewards, torch.zeros_like(padded.rewards[:5])))
+    padded.index = np.append(padded.index, ["pad"] * 5)
+    found = through_verl(f"hpo_{name}", padded)["advantages"]
+    assert torch.equal(found[:8], expected) and not found[8:].any()
+
+
 def test_verl_s_call_gives_the_estimator_s_numbers():
     padded = Padded(5)
     for name, expected in (

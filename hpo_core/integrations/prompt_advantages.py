@@ -64,7 +64,7 @@ def prompt_advantages(
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What such trainers call, by keyword: advantages and returns, all tensors ``[B, L]``. ``index``: ``[B]`` ids of
-    prompts, of any kind.
+    prompts, of any kind. Prompts without any valid token, with which trainers fill batches up, are in no statistic.
 
     >>> from hpo_core import advantages
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
@@ -73,13 +73,18 @@ def prompt_advantages(
             [-1., -0.]])
     """
     mask = response_mask != 0
+    lengths = mask.sum(-1)
     groups = torch.arange(mask.shape[0], device=mask.device) if index is None else numbers_of(index, mask.device)
     asked = {} if backend is None else {"backend": backend}
-    given = accepted_keywords(
-        estimator, group_ids=groups, lengths=mask.sum(-1).float(), batch=PackedBatch.from_padded(mask), **asked
-    )
+
+    def called(rewards: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+        batch = PackedBatch.from_padded(mask[rows])
+        told = {"group_ids": groups[rows], "lengths": lengths[rows].float(), "batch": batch, **asked}
+        return estimator(rewards[rows].flatten(), **accepted_keywords(estimator, **told))
+
     if level_of(estimator) == "token":
-        found = estimator(token_level_rewards.reshape(-1), **given).reshape(mask.shape)
-        return found, token_level_rewards
-    found = estimator(token_level_rewards.sum(-1), **given)[:, None] * mask
+        return called(token_level_rewards, slice(None)).reshape(mask.shape), token_level_rewards
+    counted = torch.zeros_like(lengths).index_add(0, groups, lengths)[groups].nonzero().squeeze(1)
+    of_rows = called(token_level_rewards.sum(-1), counted)
+    found = of_rows.new_zeros(mask.shape[0]).index_copy(0, counted, of_rows)[:, None] * mask
     return found, found

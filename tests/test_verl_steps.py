@@ -213,6 +213,22 @@ def test_a_run_in_several_rows_is_one_trajectory(name, cut, monkeypatch):
                 torch.testing.assert_close(of_tokens, torch.tensor(expected[run][row]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp_baseline"])
+def test_a_run_in_several_rows_counts_once(name, monkeypatch):
+    for seed in range(3):
+        runs, order = Runs(seed, cut=True), torch.Generator().manual_seed(seed)
+        rewards, groups = torch.tensor(runs.rewards), torch.arange(8) // 4
+        lengths = torch.tensor([float(sum(map(sum, of_run))) for of_run in runs.masks])
+        estimator, more = getattr(advantages, name), () if name == "grpo" else (lengths,)
+        of_runs = estimator(rewards, groups, *more)
+        _, found = through_queue(runs, f"hpo_{name}", monkeypatch, order)
+        for (run, row), of_tokens in found.items():
+            torch.testing.assert_close(of_tokens, of_runs[run] * torch.tensor(runs.masks[run][row]))
+        if name == "grpo":
+            _, theirs = through_queue(runs, "grpo", monkeypatch, order.manual_seed(seed))
+            assert all(torch.allclose(found[each], theirs[each], rtol=1e-4, atol=1e-4) for each in theirs)
+
+
 def test_other_estimators_fetch_nothing_more(monkeypatch):
     queue, _ = through_queue(Runs(0), "hpo_grpo", monkeypatch)
     assert "extra_fields" not in queue.asked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,10 +61,16 @@ def prompt_advantages(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     index: Any = None,
+    runs: Sequence[tuple[Hashable, int]] | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What such trainers call, by keyword: advantages and returns, all tensors ``[B, L]``. ``index``: ``[B]`` ids of
-    prompts, of any kind. Prompts without any valid token, with which trainers fill batches up, are in no statistic.
+    """What such trainers call, by keyword: advantages and returns, all tensors ``[B, L]``. Prompts without any valid
+    token, with which trainers fill batches up, are in no statistic.
+
+    Args:
+        index: ``[B]`` ids of prompts, of any kind.
+        runs: of each row its run and its place in it: an estimator of rows takes the reward of a run's last row, the
+            tokens of all, and each row gets the advantage of its run. None: one row each.
 
     >>> from hpo_core import advantages
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
@@ -73,18 +79,28 @@ def prompt_advantages(
             [-1., -0.]])
     """
     mask = response_mask != 0
-    lengths = mask.sum(-1)
-    groups = torch.arange(mask.shape[0], device=mask.device) if index is None else numbers_of(index, mask.device)
+    tokens, rows = mask.sum(-1), torch.arange(mask.shape[0], device=mask.device)
+    groups = rows if index is None else numbers_of(index, mask.device)
     asked = {} if backend is None else {"backend": backend}
 
-    def called(rewards: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
-        batch = PackedBatch.from_padded(mask[rows])
-        told = {"group_ids": groups[rows], "lengths": lengths[rows].float(), "batch": batch, **asked}
-        return estimator(rewards[rows].flatten(), **accepted_keywords(estimator, **told))
+    def called(rewards: torch.Tensor, lengths: torch.Tensor, of: torch.Tensor | slice) -> torch.Tensor:
+        told = {"group_ids": groups[of], "lengths": lengths[of].float(), "batch": PackedBatch.from_padded(mask[of])}
+        return estimator(rewards[of].flatten(), **accepted_keywords(estimator, **told, **asked))
 
     if level_of(estimator) == "token":
-        return called(token_level_rewards, slice(None)).reshape(mask.shape), token_level_rewards
-    counted = torch.zeros_like(lengths).index_add(0, groups, lengths)[groups].nonzero().squeeze(1)
-    of_rows = called(token_level_rewards.sum(-1), counted)
-    found = of_rows.new_zeros(mask.shape[0]).index_copy(0, counted, of_rows)[:, None] * mask
+        return called(token_level_rewards, tokens, slice(None)).reshape(mask.shape), token_level_rewards
+    last = rows if runs is None else torch.tensor(_last_rows(runs), device="cpu").to(mask.device)
+    lengths, in_group = (torch.zeros_like(tokens).index_add(0, each, tokens) for each in (last, groups))
+    counted = ((last == rows) & (in_group[groups] > 0)).nonzero().squeeze(1)
+    of_runs = called(token_level_rewards.sum(-1), lengths, counted)
+    found = of_runs.new_zeros(mask.shape[0]).index_copy(0, counted, of_runs)[last, None] * mask
     return found, found
+
+
+def _last_rows(runs: Sequence[tuple[Hashable, int]]) -> list[int]:
+    """For each row the last one of its run."""
+    last: dict[Hashable, int] = {}
+    for row, (run, place) in enumerate(runs):
+        if run not in last or runs[last[run]][1] < place:
+            last[run] = row
+    return [last[run] for run, _ in runs]

@@ -38,11 +38,18 @@ from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
 from .micro_batch import fractions
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
-from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages
+from .prompt_advantages import ESTIMATORS, check_prompt_estimator
 from .turns import turns
 from .verl_head import install_loss_head
 from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_by
-from .verl_steps import STEP_ESTIMATORS, check_step_estimator, install_steps, is_of_steps, step_advantages
+from .verl_steps import (
+    STEP_ESTIMATORS,
+    check_step_estimator,
+    install_steps,
+    is_of_steps,
+    row_advantages,
+    step_advantages,
+)
 
 __all__ = ["ESTIMATORS", "PRESETS", "STEP_ESTIMATORS", "register", "register_advantage"]
 
@@ -311,7 +318,8 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
 
     It is called on the rewards of responses ``[B]`` (of tokens ``[B L]`` where it says so), with those of ``group_ids``
     (verl's ``uid``), ``lengths`` and ``batch`` that it takes; fix the rest with ``functools.partial``. verl asks for
-    advantages in its driver, so this must run there.
+    advantages in its driver, so this must run there. An agent's run that verl's V1 trainers have in several rows counts
+    once for an estimator of rows, with the reward of its last row and the tokens of all.
 
     An estimator of steps (``gigpo``, ``hgpo``) is called on the rewards of all turns ``[N]``, with those of
     ``group_ids``, ``trajectory_ids``, ``anchor_ids`` and ``positions`` that it takes. The agent loop tells what turns
@@ -328,7 +336,7 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
         register_adv_est(name)(functools.partial(step_advantages, name, estimator, backend))
         return
     check_prompt_estimator(estimator, "verl")
-    register_adv_est(name)(functools.partial(prompt_advantages, estimator, backend))
+    register_adv_est(name)(functools.partial(row_advantages, estimator, backend))
 
 
 # --------------------------------------------------------------------------------- gates from verl's configuration

@@ -114,6 +114,13 @@ def test_steps_may_keep_their_class_or_lose_it():
         assert torch.equal(data.batch["advantages"], expected)
 
 
+def test_gamma_is_verl_s_where_it_is_set():
+    for gamma, expected in ((1.0, advantages.gigpo), (0.5, functools.partial(advantages.gigpo, gamma=0.5))):
+        told = {"adv_estimator": "hpo_gigpo", "config": {"gamma": gamma}}
+        found = ray_trainer.compute_advantage(of_worker(Runs(2)), **told).batch["advantages"]
+        assert torch.equal(found, torch.tensor(Runs(2).expected(expected))[:, 0])
+
+
 def test_a_number_may_be_fixed():
     before, runs = dict(core_algos.ADV_ESTIMATOR_REGISTRY), Runs(2)
     estimator = functools.partial(advantages.gigpo, gamma=0.5, step_weight=2.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,13 +12,16 @@ from ..advantages.terms import accepted_keywords, check_estimator, is_multi_rewa
 from ..batch import PackedBatch
 from ..checks import check, require_type
 
-__all__ = ["ESTIMATORS", "check_prompt_estimator", "numbers_of", "prompt_advantages"]
+__all__ = ["ESTIMATORS", "check_prompt_estimator", "numbers_of", "prompt_advantages", "settings_of"]
 
 # Estimators that need no more than is given here: outcomes or token rewards, the mask, and the prompt of each response.
 ESTIMATORS = (
     *("bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "mc_grpo", "ngrpo"),
     *("opo", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
 )
+
+# Those that divide by a deviation and have no form without.
+_DIVIDING = ("dgpo", "grpo", "lite_ppo", "mc_grpo", "ngrpo")
 
 
 def check_prompt_estimator(estimator: Callable[..., torch.Tensor], trainer: str) -> None:
@@ -54,6 +58,25 @@ def numbers_of(ids: Iterable[Hashable], device: torch.device) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.int64, device="cpu").to(device)
 
 
+def settings_of(estimator: Callable[..., torch.Tensor], gamma: float, scaled: bool, name: str) -> dict[str, Any]:
+    """What a trainer's discount and its switch of GRPO's deviation mean for an estimator. With what trainers start
+    with, 1 and True, it keeps numbers of its own. ``name``: the switch's.
+
+    >>> from hpo_core import advantages
+    >>> settings_of(advantages.gigpo, 0.9, False, "norm"), settings_of(advantages.gigpo, 1.0, True, "norm")
+    ({'gamma': 0.9, 'scaled': False}, {})
+    """
+    said = getattr(getattr(estimator, "func", estimator), "__name__", "")
+    check(
+        scaled or said not in _DIVIDING,
+        "{}: {} divides by a deviation whatever it says; leave it at True, or take hpo_dr_grpo",
+        name,
+        said,
+    )
+    told = ({} if gamma == 1 else {"gamma": gamma}) | ({} if scaled else {"scaled": False})
+    return accepted_keywords(estimator, **told)
+
+
 def prompt_advantages(
     estimator: Callable[..., torch.Tensor],
     backend: str | None,
@@ -62,6 +85,7 @@ def prompt_advantages(
     response_mask: torch.Tensor,
     index: Any = None,
     runs: Sequence[tuple[Hashable, int]] | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What such trainers call, by keyword: advantages and returns, all tensors ``[B, L]``. Prompts without any valid
@@ -71,6 +95,7 @@ def prompt_advantages(
         index: ``[B]`` ids of prompts, of any kind.
         runs: of each row its run and its place in it: an estimator of rows takes the reward of a run's last row, the
             tokens of all, and each row gets the advantage of its run. None: one row each.
+        settings: further arguments of the estimator.
 
     >>> from hpo_core import advantages
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
@@ -81,7 +106,7 @@ def prompt_advantages(
     mask = response_mask != 0
     tokens, rows = mask.sum(-1), torch.arange(mask.shape[0], device=mask.device)
     groups = rows if index is None else numbers_of(index, mask.device)
-    asked = {} if backend is None else {"backend": backend}
+    asked = dict(settings) if backend is None else {**settings, "backend": backend}
 
     def called(rewards: torch.Tensor, lengths: torch.Tensor, of: torch.Tensor | slice) -> torch.Tensor:
         told = {"group_ids": groups[of], "lengths": lengths[of].float(), "batch": PackedBatch.from_padded(mask[of])}

@@ -35,7 +35,7 @@ from ..gates import RatioGate
 from ..losses import policy_loss
 from ..specs import Head, Penalty
 from .micro_batch import check_gate, check_sampler, fractions, padded_rows
-from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages
+from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages, settings_of
 
 __all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
 
@@ -156,9 +156,12 @@ def _advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     index: Any = None,
+    grpo_norm_by_std: bool = True,
+    gamma: float = 1.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return prompt_advantages(estimator, backend, token_level_rewards.float(), response_mask, index)
+    settings = settings_of(estimator, gamma, grpo_norm_by_std, "grpo_norm_by_std")
+    return prompt_advantages(estimator, backend, token_level_rewards.float(), response_mask, index, settings=settings)
 
 
 # -------------------------------------------------------------------------------- gates from SkyRL's configuration

@@ -18,7 +18,7 @@ import torch
 from ..advantages.terms import accepted_keywords, check_estimator, level_of
 from ..batch import PackedBatch
 from ..checks import check
-from .prompt_advantages import numbers_of, prompt_advantages
+from .prompt_advantages import numbers_of, prompt_advantages, settings_of
 from .replaced import after_import
 from .turns import Step, steps_of_turns, turns
 
@@ -70,6 +70,7 @@ def step_advantages(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     index: Any = None,
+    config: Any = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What verl calls, by keyword: tensors ``[B, L]``; advantages and returns of the same shape."""
@@ -85,17 +86,25 @@ def step_advantages(
     else:
         rewards, ids = _of_sessions(batch, steps, outcomes, sessions, filled)
     groups = numbers_of(index, mask.device)[batch.row_of_step()]
-    asked = {} if backend is None else {"backend": backend}
+    asked = _settings(estimator, config) | ({} if backend is None else {"backend": backend})
     found = estimator(rewards, **accepted_keywords(estimator, group_ids=groups, **ids, **asked))
     of_tokens = batch.spread_steps(found).view(mask.shape)
     return of_tokens, of_tokens
 
 
 def row_advantages(
-    estimator: Callable[..., torch.Tensor], backend: str | None, /, **told: Any
+    estimator: Callable[..., torch.Tensor], backend: str | None, /, config: Any = None, **told: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What verl calls for an estimator of rows or tokens."""
-    return prompt_advantages(estimator, backend, runs=_rows.get().sessions(), **told)
+    runs, settings = _rows.get().sessions(), _settings(estimator, config)
+    return prompt_advantages(estimator, backend, runs=runs, settings=settings, **told)
+
+
+def _settings(estimator: Callable[..., torch.Tensor], config: Any) -> dict[str, Any]:
+    """Those of verl's AlgoConfig."""
+    name = "norm_adv_by_std_in_grpo"
+    gamma, scaled = (1.0, True) if config is None else (config.get("gamma", 1.0), config.get(name, True))
+    return settings_of(estimator, gamma, scaled, f"algorithm.{name}")
 
 
 def _steps_of(name: str, told: Sequence[Any] | None, filled: Sequence[bool]) -> list[list[Any]]:

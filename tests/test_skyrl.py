@@ -162,6 +162,23 @@ def test_what_would_lack_the_denominator_is_refused(gate, ours):
         ours.register("mine", gate)
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("hpo_dapo", "eps_clip_high"),
+        ("hpo_cispo", "eps_clip_low"),
+        ("hpo_ppo_clip", "clip_ratio_c"),
+        ("hpo_gspo", "clip_ratio_c"),
+        ("hpo_gspo_token", "clip_ratio_c"),
+        ("hpo_sapo", "eps_clip_low"),
+    ],
+)
+def test_a_field_without_effect_is_refused(name, field, skyrl, ours):
+    batch = Batch()
+    with pytest.raises(ValueError, match=f"^{field}: the gate '.*' does not read it; got 0.1, leave it at SkyRL's"):
+        call(skyrl, name, batch, batch.advantages, configuration(**{field: 0.1}))(batch.logp)
+
+
 def test_refusals(skyrl, ours):
     batch, config = Batch(), configuration(**{"off_policy_correction.tis_ratio_type": "token"})
     with pytest.raises(ValueError, match="level of groups"):

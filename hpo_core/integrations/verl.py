@@ -1,10 +1,10 @@
 """verl: ratio gates and advantage estimators of hpo_core that verl's configuration names.
 
-Importing this module registers the losses ``hpo_ppo_clip``, ``hpo_dapo``, ``hpo_cispo``, ``hpo_gspo`` and
-``hpo_gspo_token``, whose bounds are the configuration's, those of ``PRESETS`` under ``hpo_`` and their name, with the
-bounds of their papers, and as advantage estimators those of ``ESTIMATORS`` and, for agent loops that tell what their
-turns saw, of ``STEP_ESTIMATORS``. verl imports it by itself wherever hpo_core is installed (entry point
-``verl.plugins``), or through ``VERL_USE_EXTERNAL_MODULES=hpo_core.integrations.verl``; then
+Importing this module registers the losses ``hpo_ppo_clip``, ``hpo_dapo``, ``hpo_cispo``, ``hpo_gspo``,
+``hpo_gspo_token``, ``hpo_sapo`` and ``hpo_dro``, whose numbers are the configuration's, those of ``PRESETS`` under
+``hpo_`` and their name, with the bounds of their papers, and as advantage estimators those of ``ESTIMATORS`` and, for
+agent loops that tell what their turns saw, of ``STEP_ESTIMATORS``. verl imports it by itself wherever hpo_core is
+installed (entry point ``verl.plugins``), or through ``VERL_USE_EXTERNAL_MODULES=hpo_core.integrations.verl``; then
 ``actor_rollout_ref.actor.policy_loss.loss_mode=hpo_gspo`` and ``algorithm.adv_estimator=hpo_lite_ppo`` select one.
 Shapes: ``B`` responses in a micro-batch, ``L`` tokens each, padded on the right.
 """
@@ -56,8 +56,8 @@ __all__ = ["ESTIMATORS", "PRESETS", "STEP_ESTIMATORS", "register", "register_adv
 # Gates that need no more than verl tells a loss. Those that correct the sampler's log-probabilities read them from the
 # rows, and a look at rows is left to calls of register, because it imports verl's workers.
 PRESETS = (
-    *("a_lol", "aspo", "ce_gppo", "dppo_kl", "dppo_tv", "dro", "fiberpo", "gmpo", "kimi", "luspo", "opmd"),
-    *("ppo_penalty", "rec", "reinforce", "sapo", "spo", "step_gspo", "topr", "triplet_clip", "vespo"),
+    *("a_lol", "aspo", "ce_gppo", "dppo_kl", "dppo_tv", "fiberpo", "gmpo", "kimi", "luspo", "opmd"),
+    *("ppo_penalty", "rec", "reinforce", "spo", "step_gspo", "topr", "triplet_clip", "vespo"),
 )
 
 # What a function of gate inputs may take.
@@ -378,6 +378,17 @@ def _gspo_token(config: Any) -> RatioGate:
     return gates.gspo_token(*_epsilons(config))
 
 
+def _sapo(config: Any) -> RatioGate:
+    _refuse("hpo_sapo", config, *_UNSET)
+    return gates.sapo(config.tau_pos, config.tau_neg)
+
+
+def _dro(config: Any) -> RatioGate:
+    _refuse("hpo_dro", config, *_UNSET)
+    beta = config.policy_loss.get("dro_beta", None)
+    return gates.dro() if beta is None else gates.dro(beta)
+
+
 def _epsilons(config: Any) -> tuple[float, float]:
     """``clip_ratio_low`` and ``clip_ratio_high``, each ``clip_ratio`` where it is None."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
@@ -407,6 +418,8 @@ for _name, _gate in {
     "hpo_cispo": _cispo,
     "hpo_gspo": _gspo,
     "hpo_gspo_token": _gspo_token,
+    "hpo_sapo": _sapo,
+    "hpo_dro": _dro,
 }.items():
     register(_name, _gate)
 for _name in PRESETS:

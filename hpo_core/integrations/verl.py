@@ -124,7 +124,8 @@ def register(
     if isinstance(entropy, EntropyWindow):
         entropy = functools.partial(selected_by, entropy)
     if entropy is not None:
-        check_entropy(entropy, processes=2)  # or more: of the ranks nothing is known yet
+        # or more processes: of the ranks nothing is known yet
+        check_entropy(entropy, processes=2, penalty="pass kl=" if kl is None else "")
     if entropy_penalty is not None:
         check_keywords("entropy_penalty", entropy_penalty, PENALISED)
     require_type(kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty of hpo_core.kl, got {}", type(kl))

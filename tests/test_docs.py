@@ -10,6 +10,7 @@ import itertools
 import operator
 import pkgutil
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -131,6 +132,19 @@ def test_code_of_the_first_pages_fits_its_column(name: str) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_trainers_of_the_readme_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines name what they use, and verl's are what the loss accepts."""
+    trainer = types.ModuleType("hpo_core.integrations.trl")
+    trainer.HPOTrainer = lambda *_, **told: told  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
+    text = (ROOT / "README.md").read_text().partition("## In a trainer")[2]
+    python, verl = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[:2]
+    names: dict[str, object] = dict.fromkeys(("model", "reward", "config", "dataset"))
+    exec(python, names)
+    assert names["trainer"]["gate"] == hpo_core.gates.dapo()  # type: ignore[index]
+    assert "loss_mode=hpo_dapo" in verl and "actor_rollout_ref.actor.clip_ratio_high=0.28" in verl
 
 
 def _prose(page: Path) -> str:

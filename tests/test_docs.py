@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import itertools
+import math
 import operator
 import pkgutil
 import re
@@ -195,6 +196,17 @@ def test_every_call_that_migrating_names_is_ours() -> None:
 def test_python_without_prompts_is_python(page: Path) -> None:
     for block in re.findall(r"^```python[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         ast.parse(block)
+
+
+def test_the_parts_of_your_own_gate_have_their_arguments_and_defaults() -> None:
+    page, names = (ROOT / "docs/own_gate.md").read_text(), {**vars(hpo_core.gates), "inf": math.inf}
+    for part in ("RatioGate", "Level", "Correction", "Clip", "LogClip"):
+        [call] = re.findall(rf"^{part}\([^`]*?\)$", page, re.MULTILINE)[:1]
+        tree = ast.parse(call, mode="eval").body
+        said = {each.id: inspect.Parameter.empty for each in tree.args}
+        said |= {each.arg: eval(ast.unparse(each.value), names) for each in tree.keywords}
+        has = {name: each.default for name, each in inspect.signature(names[part]).parameters.items()}
+        assert list(said.items()) == list(has.items()), part
 
 
 def test_the_loop_of_the_page_is_the_example_and_learns() -> None:

@@ -119,8 +119,8 @@ def test_no_valid_token_gives_a_zero_that_can_be_differentiated(tmp_path):
     for config in ({}, {"loss_type": "grpo"}, {"loss_type": "bnpo", "top_entropy_quantile": 0.3}):
         trainer = build(hpo_trl.HPOTrainer, tmp_path, **config)
         trainer.current_gradient_accumulation_steps = 1
-        loss, grad, _ = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored, poison=math.nan)
-        assert loss == 0
+        loss, grad, metrics = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored, poison=math.nan)
+        assert loss == 0 and metrics["entropy"] == 0.0  # as TRL logs it
         assert (grad == 0).all()
 
 

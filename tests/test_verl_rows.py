@@ -145,8 +145,9 @@ def test_methods_know_prompts_and_how_many_rollouts_came_before():
 
 def test_a_critic_is_trained_by_the_same_class_of_workers():
     critic = workers_config.CriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1)
-    worker = types.SimpleNamespace(loss_fn=functools.partial(losses.value_loss, config=critic))
-    assert selection.module()._selected(lambda _, data: data)(worker, "rows") == "rows"
+    for loss in (functools.partial(losses.value_loss, config=critic), losses.value_loss):
+        worker = types.SimpleNamespace(loss_fn=loss)
+        assert selection.module()._selected(lambda _, data: data)(worker, "rows") == "rows"
 
 
 def test_rows_may_be_padded():

@@ -7,9 +7,11 @@ import importlib
 import inspect
 import io
 import itertools
+import math
 import operator
 import pkgutil
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -133,6 +135,19 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_the_trainers_of_the_readme_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lines name what they use, and verl's are what the loss accepts."""
+    trainer = types.ModuleType("hpo_core.integrations.trl")
+    trainer.HPOTrainer = lambda *_, **told: told  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
+    text = (ROOT / "README.md").read_text().partition("## In a trainer")[2]
+    python, verl = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[:2]
+    names: dict[str, object] = dict.fromkeys(("model", "reward", "config", "dataset"))
+    exec(python, names)
+    assert names["trainer"]["gate"] == hpo_core.gates.dapo()  # type: ignore[index]
+    assert "loss_mode=hpo_dapo" in verl and "actor_rollout_ref.actor.clip_ratio_high=0.28" in verl
+
+
 def _prose(page: Path) -> str:
     """A page without what is inside its fences."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -181,6 +196,17 @@ def test_every_call_that_migrating_names_is_ours() -> None:
 def test_python_without_prompts_is_python(page: Path) -> None:
     for block in re.findall(r"^```python[^\n]*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         ast.parse(block)
+
+
+def test_the_parts_of_your_own_gate_have_their_arguments_and_defaults() -> None:
+    page, names = (ROOT / "docs/own_gate.md").read_text(), {**vars(hpo_core.gates), "inf": math.inf}
+    for part in ("RatioGate", "Level", "Correction", "Clip", "LogClip"):
+        [call] = re.findall(rf"^{part}\([^`]*?\)$", page, re.MULTILINE)[:1]
+        tree = ast.parse(call, mode="eval").body
+        said = {each.id: inspect.Parameter.empty for each in tree.args}
+        said |= {each.arg: eval(ast.unparse(each.value), names) for each in tree.keywords}
+        has = {name: each.default for name, each in inspect.signature(names[part]).parameters.items()}
+        assert list(said.items()) == list(has.items()), part
 
 
 def test_the_loop_of_the_page_is_the_example_and_learns() -> None:

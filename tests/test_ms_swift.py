@@ -130,7 +130,9 @@ def test_another_gate_keeps_denominators_and_corrections(swift, ours):
         ({"loss_type": "fipo"}, None, "loss_type"),
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, None, "importance_sampling_level"),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 2.0}, None, "delta"),
+        ({"loss_type": "dapo", "delta": 1.1}, None, "delta: expected >= 1 "),
         ({"loss_type": "grpo", "epsilon": 0.1}, hpo.gates.gspo(), "epsilon: the gate 'gspo' does not read it"),
+        ({"loss_type": "grpo", "epsilon_high": 0.5}, hpo.gates.gspo(), "epsilon_high: the gate 'gspo'"),
         ({"loss_type": "grpo", "delta": 2.0}, hpo.gates.gspo(), "delta"),
         (
             {"loss_type": "grpo", "rollout_importance_sampling_mode": "token_mask"},

@@ -20,6 +20,7 @@ FLAGS = {
     "dual clip": {"dual_clip": 1.3},
     "rows": {"token_level_loss": False},
     "gspo": GSPO,
+    "gspo with a dual clip": {**GSPO, "dual_clip": 1.2},
     "gspo from the sampler": {**GSPO, **TOKEN},
     "icepop": {**TOKEN, "is_correction_threshold": [0.8, 1.25]},
     "tis": {**TOKEN, "is_correction_mode": "clip", "is_correction_threshold": [0.9, 1.1]},
@@ -74,6 +75,23 @@ def test_the_comparison_discriminates(ours, theirs):
     differ(
         call(ours(clip_eps_high=0.5), batch, batch.mask, {}), call(theirs(), batch, batch.mask.float(), {}), batch.logp
     )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"is_correction_level": "tokens"},
+        {"is_correction_mode": "drop"},
+        {"is_correction_gating": "kl"},
+        {**SEQUENCE, "is_correction_mode": "clip"},
+        {"is_correction_gating": "tv", "is_correction_mode": "clip"},
+        {**TOKEN, "is_correction_gating": "tv"},
+    ],
+)
+def test_what_openrlhf_refuses_is_refused(flags, ours, theirs):
+    for kind in (ours, theirs):
+        with pytest.raises(ValueError, match="is_correction_"):
+            kind(**flags)
 
 
 def test_openrlhf_builds_the_class_by_the_arguments_that_it_takes(ours, theirs):

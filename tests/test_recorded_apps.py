@@ -7,7 +7,9 @@ import pytest
 import torch
 from trainer_batches import LENGTH, ROWS, Batch, clipped, differ, equal, integration, masked, modules
 
+import hpo_core as hpo
 from hpo_core import gates
+from hpo_core.integrations.micro_batch import padded_rows
 
 # ----------------------------------------------------------------------------------------------------------------- ART
 # AlignedLossInputs, Loss and loss_fn of art/loss.py, called in art/unsloth/train.py and art/tinker/service.py, of
@@ -163,6 +165,18 @@ def test_torchforge_with_old_log_probabilities():
     ours = lambda logits: of_torchforge(batch, logits, response, old, gate="dapo(eps_high=0.28)", beta=0.0)  # noqa: E731
     equal(ours, expected, logits)
     differ(ours, lambda logits: expected(logits, 0.2), logits)
+
+
+def test_steps_of_torchforge_are_the_runs_of_valid_tokens():
+    batch, (logits, response), gate = Batch(), logits_and_tokens(), gates.step_gspo(0.02, 0.03)
+    rows = padded_rows(batch.mask, gate)
+    weights = hpo.aggregation.seq_mean_token_mean(rows, total=ROWS)
+
+    def expected(logits):
+        logp = forge_logp(logits, response)
+        return hpo.policy_loss(logp, batch.old, batch.advantages[:, 0], rows, gate, weights=weights).loss
+
+    equal(lambda logits: of_torchforge(batch, logits, response, batch.old, gate=gate, beta=0.0), expected, logits)
 
 
 def test_torchforge_compiles_its_loss_and_sends_it_to_actors():

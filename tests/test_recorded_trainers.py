@@ -7,10 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules
+from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules, two_ranks
 
 import hpo_core as hpo
 from hpo_core import gates
+from hpo_core.integrations.turns import turns
 
 
 @pytest.fixture(autouse=True)
@@ -334,10 +335,13 @@ def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
         batch.logp, batch.old, batch.advantages, batch.mask, gates.gspo(0.05, 0.06), advantage_level="token",
         weights=torch.full((ROWS,), 1 / 99),
     )  # fmt: skip
-    torch.testing.assert_close(of_roll(batch, batch.logp)[0], expected.loss)
+    torch.testing.assert_close(of_roll(batch, batch.logp, use_pg_clip_range=False)[0], expected.loss)
+    for field, value in {"pg_clip": 0.5, "use_pg_clip_range": True}.items():
+        with pytest.raises(ValueError, match=f"{field}: the gate 'gspo' does not read it; got {value}"):
+            of_roll(batch, batch.logp, **{"use_pg_clip_range": False, field: value})
     monkeypatch.setenv("HPO_GATE", "icepop")
     with pytest.raises(ValueError, match="keeps to its own correction"):
-        of_roll(batch, batch.logp)
+        of_roll(batch, batch.logp, use_pg_clip_range=False)
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_agg_mode"):
         of_roll(batch, batch.logp, loss_agg_mode="mean")
@@ -371,7 +375,14 @@ def test_tinker():
         lambda logp: theirs(logp, batch.present),
         batch.logp,
     )
-    mean, metrics = custom_loss(gates.ppo_clip(0.2, 0.28), reduction="mean")(datums(batch), parts(batch.logp, batch))
+    one_without, mask = datums(batch), batch.mask.clone()
+    del one_without[1].loss_fn_inputs["mask"]
+    mask[1] = batch.present[1]
+    equal(lambda logp: loss(one_without, parts(logp, batch)), lambda logp: theirs(logp, mask), batch.logp)
+    with two_ranks():  # of the client, of which Tinker knows nothing
+        mean, metrics = custom_loss(gates.ppo_clip(0.2, 0.28), reduction="mean")(
+            datums(batch), parts(batch.logp, batch)
+        )
     torch.testing.assert_close(mean, theirs(batch.logp, batch.mask) / batch.tokens)
     assert metrics["hpo/tokens:sum"] == batch.tokens and metrics["hpo/clipped:mean"] > 0.1
 
@@ -384,6 +395,14 @@ def test_tinker_knows_the_prompts_that_it_is_told():
     expected = hpo.policy_loss(
         batch.logp, batch.rollout, batch.advantages, packed, gate, weights=torch.ones(ROWS), advantage_level="token"
     )
+    torch.testing.assert_close(found, expected.loss)
+    levels = tuple(gates.Level(gates.Tanh(0.1), unit=unit) for unit in (gates.Unit.STEP, gates.Unit.GROUP))
+    deep = gates.RatioGate("deep", gates.LogClip((-0.2, -0.2), (0.2, 0.2)), levels)
+    packed = hpo.PackedBatch.from_padded(batch.mask, steps=turns(batch.mask), group_ids=torch.arange(ROWS) // 2)
+    expected = hpo.policy_loss(
+        batch.logp, batch.rollout, batch.advantages, packed, deep, weights=torch.ones(ROWS), advantage_level="token"
+    )
+    found, _ = custom_loss(deep, prompts=prompts)(datums(batch), parts(batch.logp, batch))
     torch.testing.assert_close(found, expected.loss)
     with pytest.raises(ValueError, match="expected one of each of 6 datums, got 2"):
         custom_loss(gate, prompts=["a", "b"])(datums(batch), parts(batch.logp, batch))

@@ -118,6 +118,19 @@ def test_estimators_equal_skyrls(name, skyrl, ours):
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=2e-6)
 
 
+def test_settings_of_advantages_are_read_or_refused(skyrl, ours):
+    rewards, mask, index = torch.rand(4, 5), torch.ones(4, 5), np.array(list("aabb"))
+    one, other = (
+        skyrl.compute_advantages_and_returns(
+            rewards, mask, index, "hpo_reinforce_pp", configuration(), gamma=gamma, grpo_norm_by_std=False
+        )[0]
+        for gamma in (1.0, 0.5)
+    )
+    assert not torch.allclose(one, other)
+    with pytest.raises(ValueError, match=r"grpo_norm_by_std: grpo divides by a deviation .*take hpo_dr_grpo"):
+        skyrl.compute_advantages_and_returns(rewards, mask, index, "hpo_grpo", configuration(), grpo_norm_by_std=False)
+
+
 def test_what_is_registered_takes_what_skyrl_hands_over(skyrl, ours):
     for registry, peer in ((skyrl.PolicyLossRegistry, "regular"), (skyrl.AdvantageEstimatorRegistry, "grpo")):
         names = [name for name in registry.list_available() if name.startswith("hpo_")]
@@ -147,6 +160,23 @@ def test_every_preset_computes_a_loss_proportional_to_advantages(skyrl, ours):
 def test_what_would_lack_the_denominator_is_refused(gate, ours):
     with pytest.raises(ValueError, match="does not grow with the advantage"):
         ours.register("mine", gate)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("hpo_dapo", "eps_clip_high"),
+        ("hpo_cispo", "eps_clip_low"),
+        ("hpo_ppo_clip", "clip_ratio_c"),
+        ("hpo_gspo", "clip_ratio_c"),
+        ("hpo_gspo_token", "clip_ratio_c"),
+        ("hpo_sapo", "eps_clip_low"),
+    ],
+)
+def test_a_field_without_effect_is_refused(name, field, skyrl, ours):
+    batch = Batch()
+    with pytest.raises(ValueError, match=f"^{field}: the gate '.*' does not read it; got 0.1, leave it at SkyRL's"):
+        call(skyrl, name, batch, batch.advantages, configuration(**{field: 0.1}))(batch.logp)
 
 
 def test_refusals(skyrl, ours):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lazily import Lazy, skip_without
-from trainer_batches import Batch, close, integration
+from trainer_batches import Batch, close, integration, two_ranks
 
 import hpo_core as hpo
 
@@ -44,6 +44,14 @@ def test_equals_torchrl(aggregation, more, ours):
         stopped += (expected[1][batch.mask] == 0).float().mean()
         assert 0 <= own.clip_fraction <= 1 and torch.equal(own.kl_approx, theirs.kl_approx)
     assert stopped > 0.1, "nothing was clipped: the comparison says little"
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
+def test_each_rank_counts_its_own_as_in_torchrl(aggregation, ours):
+    keywords, batch = {"entropy_bonus": False, "aggregation": aggregation}, Batch()
+    expected, _ = run(grpo.GRPOLoss(None, **keywords), batch)
+    with two_ranks():
+        close(run(ours(None, **keywords), batch)[0], expected)
 
 
 def test_another_gate(ours):

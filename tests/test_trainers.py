@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules
+from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules, two_ranks
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -164,12 +164,22 @@ def test_openrlhf_takes_the_gate_of_the_environment_and_keeps_its_own_correction
         ("icepop", {}, "is_correction_level"),
         ("reconstructed.fiberpo_domain", {}, "level of groups"),
         ("", {"policy_loss_type": "reinforce"}, "expected ppo or gspo"),
+        ("", {"is_correction_level": "tokens"}, "is_correction_level: expected one of off, token, seq"),
+        ("gspo", {"is_correction_mode": "drop"}, "is_correction_mode: expected one of mask, clip"),
+        ("", {"is_correction_gating": "kl"}, "is_correction_gating: expected one of ratio, binary_kl, tv"),
+        ("", {"is_correction_level": "seq", "is_correction_mode": "clip"}, "is of the ratios of tokens"),
+        ("", {"is_correction_level": "token", "is_correction_gating": "tv"}, "an upper bound alone"),
     ],
 )
 def test_openrlhf_refuses_by_name(gate, flags, said, monkeypatch):
     monkeypatch.setenv("HPO_GATE", gate)
     with pytest.raises(ValueError, match=said):
         integration("openrlhf").HPOPolicyLoss(**flags)
+
+
+def test_openrlhfs_gspo_has_its_dual_clip():
+    made = integration("openrlhf").HPOPolicyLoss(policy_loss_type="gspo", clip_eps_high=0.28, dual_clip=1.5)
+    assert made.used.levels[0].gate == gates.ppo_clip(0.2, 0.28, ratio_dual=1.5).token
 
 
 def test_openrlhf_is_replaced_where_its_actor_looks_the_name_up(monkeypatch):
@@ -227,6 +237,13 @@ def test_areal():
         lambda logp: masked(clipped(logp, old, advantages, 0.2, 0.28, 1.5), mask).sum() / batch.tokens,
         batch.packed(batch.logp),
     )
+
+
+def test_areals_engine_weighs_the_means_of_ranks():
+    batch = Batch()
+    alone = areal_loss(batch.packed(batch.logp), batch)
+    with two_ranks():
+        assert torch.equal(areal_loss(batch.packed(batch.logp), batch), alone)
 
 
 def test_areal_takes_the_gate_of_the_environment(monkeypatch):

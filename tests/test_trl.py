@@ -119,8 +119,8 @@ def test_no_valid_token_gives_a_zero_that_can_be_differentiated(tmp_path):
     for config in ({}, {"loss_type": "grpo"}, {"loss_type": "bnpo", "top_entropy_quantile": 0.3}):
         trainer = build(hpo_trl.HPOTrainer, tmp_path, **config)
         trainer.current_gradient_accumulation_steps = 1
-        loss, grad, _ = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored, poison=math.nan)
-        assert loss == 0
+        loss, grad, metrics = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored, poison=math.nan)
+        assert loss == 0 and metrics["entropy"] == 0.0  # as TRL logs it
         assert (grad == 0).all()
 
 
@@ -575,6 +575,7 @@ def test_an_entropy_penalty_is_trl_s_bonus(tmp_path):
         ({"entropy": hpo.entropy.ares()}, "entropy: expected a function that returns a Selection.* goes to window="),
         ({"entropy": hpo.entropy.steer}, "entropy: .* needs change too; fix it with functools.partial"),
         ({"entropy_penalty": hpo.entropy.epo}, "entropy_penalty: .* needs history too"),
+        ({"entropy": hpo.entropy.archer}, "entropy: archer weighs the KL penalty .*; set beta > 0"),
         ({"entropy": hpo.entropy.archer, "window": hpo.entropy.ares()}, "entropy: it takes the place of window="),
     ],
 )

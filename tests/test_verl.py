@@ -30,6 +30,8 @@ PRESETS = {
     "hpo_gspo_token": ("gspo", {"clip_ratio_low": 0.03, "clip_ratio_high": 0.04}),
     "hpo_cispo": ("cispo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.25}),
 }
+# Those whose numbers are the configuration's.
+CONFIGURED = ("ppo_clip", "dapo", "cispo", "gspo", "gspo_token", "sapo", "dro")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,6 +77,22 @@ def test_dapo_is_vanilla_without_the_dual_clip():
     close(ours, expected)
 
 
+def test_sapo_and_dro_take_verl_s_numbers():
+    batch = Batch()
+
+    def of(mode, aggregation, beta, **fields):
+        told = workers.PolicyLossConfig(loss_mode=mode, dro_beta=beta)
+        return run(batch, actor(mode, policy_loss=told, loss_agg_mode=aggregation, **fields))
+
+    for name, (aggregation, beta, fields) in {
+        "sapo": ("seq-mean-token-mean", None, {"tau_pos": 2.0, "tau_neg": 3.0}),
+        "dro": ("token-mean", 0.4, {}),
+    }.items():
+        ours, theirs = (of(mode, aggregation, beta, **fields) for mode in (f"hpo_{name}", name))
+        close(ours, theirs)
+        assert not torch.allclose(ours[1], of(f"hpo_{name}", aggregation, None)[1], rtol=1e-2)
+
+
 def test_every_gate_that_needs_no_more_is_there():
     """The others need inputs, the sampler's log-probabilities, or a field of the configuration."""
     made = {name: getattr(hpo.gates, name) for name in hpo.gates.__all__ if name.islower()}
@@ -85,7 +103,7 @@ def test_every_gate_that_needs_no_more_is_there():
     }  # fmt: skip
     free = {name for name, gate in constructors.items() if not gate.required and not gate.reads_rollout}
     assert len(constructors) > 40
-    assert free == {*hpo_verl.PRESETS, "ppo_clip", "dapo", "cispo", "gspo", "gspo_token"}
+    assert free == {*hpo_verl.PRESETS, *CONFIGURED}
 
 
 @pytest.mark.parametrize("name", ["fiberpo", "gmpo", "sapo", "dppo_kl", "step_gspo", "vespo", "luspo", "ppo_penalty"])
@@ -364,7 +382,7 @@ def test_verl_finds_us(monkeypatch):
     """As a plugin, and as an external module."""
     for name in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"):
         monkeypatch.delenv(name, raising=False)
-    names = [f"hpo_{name}" for name in ("ppo_clip", "dapo", "cispo", "gspo", "gspo_token", *hpo_verl.PRESETS)]
+    names = [f"hpo_{name}" for name in (*CONFIGURED, *hpo_verl.PRESETS)]
     external = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "hpo_core.integrations.verl"}
     assert apart(names_found, {"VERL_USE_EXTERNAL_PLUGINS": "hpo_core"}) == names
     assert apart(names_found, external) == names

@@ -13,6 +13,7 @@ from lazily import Lazy, skip_without
 from hpo_core import PackedBatch, advantages
 
 skip_without("verl")
+algorithm = Lazy("verl.trainer.config.algorithm")
 protocol, ray_trainer = Lazy("verl.protocol"), Lazy("verl.trainer.ppo.ray_trainer")
 core_algos, verl = Lazy("verl.trainer.ppo.core_algos"), Lazy("hpo_core.integrations.verl")
 
@@ -189,12 +190,12 @@ def test_equal_rewards_are_noise_there_and_zero_here():
 # ------------------------------------------------------------------------------------------------ registered with verl
 
 
-def through_verl(name, padded):
+def through_verl(name, padded, **settings):
     """verl's own call, as its trainer makes it."""
     data = protocol.DataProto.from_dict(
         {"token_level_rewards": padded.rewards, "response_mask": padded.mask.long()}, non_tensors={"uid": padded.index}
     )
-    return ray_trainer.compute_advantage(data, adv_estimator=name, config={}).batch
+    return ray_trainer.compute_advantage(data, adv_estimator=name, config=algorithm.AlgoConfig(**settings)).batch
 
 
 def test_every_estimator_is_registered():
@@ -205,6 +206,18 @@ def test_every_estimator_is_registered():
         assert not batch["advantages"][~padded.mask].any() and batch["advantages"].any(), name
 
 
+@pytest.mark.parametrize("name", ["gpg", "lite_ppo"])
+def test_rows_with_which_verl_fills_a_batch_up_are_in_no_statistic(name):
+    """They have a prompt of their own, the reward 0 and no valid token."""
+    padded = Padded(4)
+    expected = through_verl(f"hpo_{name}", padded)["advantages"]
+    padded.mask = torch.cat((padded.mask, torch.zeros_like(padded.mask[:5])))
+    padded.rewards = torch.cat((padded.rewards, torch.zeros_like(padded.rewards[:5])))
+    padded.index = np.append(padded.index, ["pad"] * 5)
+    found = through_verl(f"hpo_{name}", padded)["advantages"]
+    assert torch.equal(found[:8], expected) and not found[8:].any()
+
+
 def test_verl_s_call_gives_the_estimator_s_numbers():
     padded = Padded(5)
     for name, expected in (
@@ -213,6 +226,28 @@ def test_verl_s_call_gives_the_estimator_s_numbers():
         ("hpo_reinforce_pp", padded.tokens(A.reinforce_pp(padded.rewards.reshape(-1), padded.batch))),
     ):
         assert torch.equal(through_verl(name, padded)["advantages"], expected), name
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "settings"),
+    [
+        ("hpo_reinforce_pp", "reinforce_plus_plus", {"gamma": 0.9}),
+        ("hpo_grpo_passk", "grpo_passk", {"norm_adv_by_std_in_grpo": False}),
+    ],
+)
+def test_settings_mean_what_they_mean_in_verl(ours, theirs, settings):
+    padded = Padded(7)
+    padded.index = np.arange(8) // 4
+    own, peer = (through_verl(name, padded, **settings)["advantages"] * padded.mask for name in (ours, theirs))
+    torch.testing.assert_close(own, peer, rtol=2e-4, atol=2e-4)
+    assert not torch.allclose(own, through_verl(ours, padded)["advantages"] * padded.mask, rtol=1e-2)
+
+
+def test_a_deviation_that_verl_is_told_to_leave_out_is_refused():
+    said = r"^algorithm\.norm_adv_by_std_in_grpo: grpo divides .*take hpo_dr_grpo"
+    with pytest.raises(ValueError, match=said):
+        through_verl("hpo_grpo", Padded(7), norm_adv_by_std_in_grpo=False)
+    assert through_verl("hpo_dr_grpo", Padded(7), norm_adv_by_std_in_grpo=False)["advantages"].any()
 
 
 def test_registering_an_estimator():

@@ -15,6 +15,7 @@ from hpo_core import entropy, gates
 skip_without("verl")
 core_algos, tensordict_utils = Lazy("verl.trainer.ppo.core_algos"), Lazy("verl.utils.tensordict_utils")
 losses, workers = Lazy("verl.workers.utils.losses"), Lazy("verl.workers.engine_workers")
+workers_config = Lazy("verl.workers.config")
 hpo_verl, selection = Lazy("hpo_core.integrations.verl"), Lazy("hpo_core.integrations.verl_rows")
 
 pytestmark = pytest.mark.peers
@@ -142,6 +143,13 @@ def test_methods_know_prompts_and_how_many_rollouts_came_before():
         close(found, expected(batch, gates.ppo_clip(), chosen))
 
 
+def test_a_critic_is_trained_by_the_same_class_of_workers():
+    critic = workers_config.CriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1)
+    for loss in (functools.partial(losses.value_loss, config=critic), losses.value_loss):
+        worker = types.SimpleNamespace(loss_fn=loss)
+        assert selection.module()._selected(lambda _, data: data)(worker, "rows") == "rows"
+
+
 def test_rows_may_be_padded():
     """The layout of verl's own response masks differs between its trainers."""
     hpo_verl.register("hpo_padded", gates.ppo_clip(), entropy=entropy.forking_tokens())
@@ -218,6 +226,7 @@ def test_errors_say_what_to_set():
             run(batch, actor("hpo_kl", **fields))
     for wrong, error, message in (
         ({"entropy": "ares"}, TypeError, "entropy: expected a function"),
+        ({"entropy": ARCHER}, ValueError, "entropy: archer weighs the KL penalty .*; pass kl="),
         ({"entropy": entropy.hapo}, ValueError, "entropy: hapo fits its state on one process"),
         ({"entropy_penalty": entropy.epo}, ValueError, "entropy_penalty: expected a function of entropy"),
         ({"kl": 0.1}, TypeError, "kl: expected a penalty of hpo_core.kl"),

@@ -114,6 +114,13 @@ def test_steps_may_keep_their_class_or_lose_it():
         assert torch.equal(data.batch["advantages"], expected)
 
 
+def test_gamma_is_verl_s_where_it_is_set():
+    for gamma, expected in ((1.0, advantages.gigpo), (0.5, functools.partial(advantages.gigpo, gamma=0.5))):
+        told = {"adv_estimator": "hpo_gigpo", "config": {"gamma": gamma}}
+        found = ray_trainer.compute_advantage(of_worker(Runs(2)), **told).batch["advantages"]
+        assert torch.equal(found, torch.tensor(Runs(2).expected(expected))[:, 0])
+
+
 def test_a_number_may_be_fixed():
     before, runs = dict(core_algos.ADV_ESTIMATOR_REGISTRY), Runs(2)
     estimator = functools.partial(advantages.gigpo, gamma=0.5, step_weight=2.0)
@@ -211,6 +218,22 @@ def test_a_run_in_several_rows_is_one_trajectory(name, cut, monkeypatch):
             assert len(found) == sum(map(len, runs.masks))
             for (run, row), of_tokens in found.items():
                 torch.testing.assert_close(of_tokens, torch.tensor(expected[run][row]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp_baseline"])
+def test_a_run_in_several_rows_counts_once(name, monkeypatch):
+    for seed in range(3):
+        runs, order = Runs(seed, cut=True), torch.Generator().manual_seed(seed)
+        rewards, groups = torch.tensor(runs.rewards), torch.arange(8) // 4
+        lengths = torch.tensor([float(sum(map(sum, of_run))) for of_run in runs.masks])
+        estimator, more = getattr(advantages, name), () if name == "grpo" else (lengths,)
+        of_runs = estimator(rewards, groups, *more)
+        _, found = through_queue(runs, f"hpo_{name}", monkeypatch, order)
+        for (run, row), of_tokens in found.items():
+            torch.testing.assert_close(of_tokens, of_runs[run] * torch.tensor(runs.masks[run][row]))
+        if name == "grpo":
+            _, theirs = through_queue(runs, "grpo", monkeypatch, order.manual_seed(seed))
+            assert all(torch.allclose(found[each], theirs[each], rtol=1e-4, atol=1e-4) for each in theirs)
 
 
 def test_other_estimators_fetch_nothing_more(monkeypatch):

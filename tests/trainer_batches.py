@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ROWS, LENGTH = 6, 17
 
@@ -98,6 +100,16 @@ def modules(**contents):
         for name in stubs:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+@contextmanager
+def two_ranks():
+    """This process as one of two ranks; what it exchanges with the other stays as it is."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def integration(name):

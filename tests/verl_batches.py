@@ -63,10 +63,8 @@ class Batch:
 
 
 def actor(loss_mode, **fields):
-    policy_loss = workers.PolicyLossConfig(loss_mode=loss_mode)
-    return workers.ActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss, **fields
-    )
+    fields = {"policy_loss": workers.PolicyLossConfig(loss_mode=loss_mode), **fields}
+    return workers.ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **fields)
 
 
 def run(batch, config, counts=None, rows=range(ROWS), **output):

@@ -111,7 +111,7 @@ def grpo_loss_fn(
         batch,
         gate,
         # AReaL's engine weighs micro-batches by their tokens before a rejection
-        weights=aggregation.token_mean(batch, total=mask.sum()),
+        weights=aggregation.token_mean(batch, total=mask.sum(), ranks=1),
         token_weight=token_weight,
         rollout_logp=behaviour.float() if gate.reads_rollout else None,
         advantage_level=level,

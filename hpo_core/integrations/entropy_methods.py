@@ -15,7 +15,7 @@ import torch.distributed
 from ..advantages.terms import accepted_keywords
 from ..batch import PackedBatch
 from ..checks import check, require_type
-from ..entropy import Selection
+from ..entropy import Selection, archer, ares_penalty_weights
 from .needs import check_keywords
 
 __all__ = ["AVAILABLE", "SELECTED", "MakesSelection", "check_entropy", "selection_of", "selection_tensors"]
@@ -32,8 +32,11 @@ _LAST = ("kl_weight", "advantage_factor", "advantage_addend")
 SELECTED = tuple(f"selection_{name}" for name in ("weight", "low", "high", *_LAST))
 
 
-def check_entropy(entropy: MakesSelection, processes: int) -> None:
+def check_entropy(entropy: MakesSelection, processes: int, penalty: str = "") -> None:
     """That the trainer can call the method, and that what it measures is measured on all processes.
+
+    Args:
+        penalty: what to set where the loss has no KL penalty, which some methods weigh by tokens; empty where it has.
 
     Raises:
         TypeError, ValueError: naming what is missing, and the fix.
@@ -44,6 +47,13 @@ def check_entropy(entropy: MakesSelection, processes: int) -> None:
         type(entropy),
     )
     parameters = check_keywords("entropy", entropy, AVAILABLE)
+    inner = getattr(entropy, "func", entropy)
+    check(
+        not penalty or inner not in (archer, ares_penalty_weights),
+        "entropy: {} weighs the KL penalty of each token, and this loss has none; {}",
+        getattr(inner, "__name__", "it"),
+        penalty,
+    )
     check(
         processes == 1 or "state" not in parameters or "process_group" in parameters,
         "entropy: {} fits its state on one process, and here are {}; wrap it in a function of entropy, batch and "

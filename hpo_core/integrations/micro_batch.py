@@ -107,7 +107,9 @@ def padded_rows(mask: torch.Tensor, gate: RatioGate) -> PackedBatch:
     return PackedBatch.from_padded(valid, steps=turns(valid) if _has_steps(gate) else None)
 
 
-def packed_rows(cu_seqlens: torch.Tensor, mask: torch.Tensor, gate: RatioGate) -> PackedBatch:
+def packed_rows(
+    cu_seqlens: torch.Tensor, mask: torch.Tensor, gate: RatioGate, group_ids: torch.Tensor | None = None
+) -> PackedBatch:
     """Packed tokens ``[T]`` as a batch, which :class:`PackedBatch` trusts: the trainer made the offsets.
 
     >>> from hpo_core import gates
@@ -123,7 +125,7 @@ def packed_rows(cu_seqlens: torch.Tensor, mask: torch.Tensor, gate: RatioGate) -
         last = torch.nn.functional.pad(begins, (-1, 1), value=True)
         begin, end = (valid & (~before | begins)).nonzero(), (valid & (~behind | last)).nonzero() + 1
         steps = torch.cat((begin, end), dim=1)
-    return PackedBatch(cu_seqlens, valid, steps=steps, validate=False)
+    return PackedBatch(cu_seqlens, valid, steps=steps, group_ids=group_ids, validate=False)
 
 
 def _has_steps(gate: RatioGate) -> bool:

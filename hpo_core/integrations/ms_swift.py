@@ -29,7 +29,7 @@ from .micro_batch import check_gate, check_sampler, check_unread, fractions, pad
 __all__ = ["HPOSwiftTrainer", "use"]
 
 # swift's own values; an argument that holds them counts as not set.
-_UNSET = {"importance_sampling_level": "token", "epsilon": 0.2, "delta": None}
+_UNSET = {"importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": 0.2, "delta": None}
 
 
 class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
@@ -61,8 +61,10 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
             self._described()
             return
         check_gate(self.gate, "ms-swift")
-        level, delta = self.importance_sampling_level, self.args.delta
-        given = {"importance_sampling_level": level, "epsilon": self.epsilon_low, "delta": delta}
+        given = {
+            "importance_sampling_level": self.importance_sampling_level, "epsilon": self.epsilon_low,
+            "epsilon_high": self.epsilon_high, "delta": self.args.delta,
+        }  # fmt: skip
         check_unread(self.gate, "swift", given, _UNSET)
         check(
             self.rollout_importance_sampling_mode is None or not self.gate.needs_rollout,
@@ -82,6 +84,8 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
                 else gates.sapo(self.tau_pos, self.tau_neg)
             )
         if level == "token":
+            least = 1 + self.epsilon_high
+            check(delta is None or delta >= least, "delta: expected >= 1 + epsilon_high = {}, got {}", least, delta)
             return gates.ppo_clip(self.epsilon_low, self.epsilon_high, ratio_dual=delta)
         check(delta is None, "delta: hpo_core's gates of sequences have no dual clip; leave it out")
         make = {"sequence": gates.gspo, "sequence_token": gates.gspo_token}

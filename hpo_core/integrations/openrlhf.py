@@ -20,7 +20,7 @@ import torch
 from .. import aggregation, gates
 from ..batch import PackedBatch
 from ..checks import check
-from ..gates import RatioGate
+from ..gates import Clip, Drop, Level, RatioGate
 from ..losses import policy_loss
 from .micro_batch import check_gate, check_unread, fractions, padded_rows
 from .named import VARIABLE, named_gate, told_gate
@@ -69,12 +69,15 @@ class HPOPolicyLoss(torch.nn.Module):
         if told is not None:
             check_unread(told, "OpenRLHF", flags, _UNSET, " or take HPO_GATE away")
         elif policy_loss_type == "gspo":
-            told = gates.gspo(clip_eps_low, clip_eps_high)
+            clip = gates.ppo_clip(clip_eps_low, clip_eps_high, ratio_dual=dual_clip).token
+            assert isinstance(clip, Clip)
+            told = RatioGate("gspo", Drop(), (Level(clip),), source="OpenRLHF; arXiv 2507.18071")
             self.per_token, self.anchors_sampler = False, is_correction_level != "off"
         else:
             check(policy_loss_type == "ppo", "policy_loss_type: expected ppo or gspo, got {!r}", policy_loss_type)
             told = gates.ppo_clip(clip_eps_low, clip_eps_high, ratio_dual=dual_clip)
         check_gate(told, "OpenRLHF")
+        _check_correction(is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold)
         check(
             not told.needs_rollout,
             "gate: {!r} corrects what the sampler's log-probabilities differ by, which OpenRLHF asks for under "
@@ -132,6 +135,25 @@ class HPOPolicyLoss(torch.nn.Module):
         if self.anchors_sampler:  # the name in OpenRLHF's log is the KL to the old policy
             kl = torch.where(mask, old_log_probs - log_probs.detach(), 0.0).sum() / mask.sum().clamp(min=1)
         return out.loss, clipped, kl, sampler_kl, dropped
+
+
+def _check_correction(level: str, mode: str, gating: str, threshold: Any) -> None:
+    """What OpenRLHF's own constructor refuses."""
+    kinds = {"level": ("off", "token", "seq"), "mode": ("mask", "clip"), "gating": ("ratio", "binary_kl", "tv")}
+    for (name, known), value in zip(kinds.items(), (level, mode, gating), strict=True):
+        check(value in known, "is_correction_{}: expected one of {}, got {!r}", name, ", ".join(known), value)
+    check(
+        mode == "mask" or (level != "seq" and gating == "ratio"),
+        "is_correction_mode: 'clip' is of the ratios of tokens, got is_correction_level={} and is_correction_gating={}",
+        level,
+        gating,
+    )
+    check(
+        level == "off" or gating == "ratio" or threshold[0] <= 0,
+        "is_correction_threshold: {!r} has an upper bound alone; give HIGH, got {}",
+        gating,
+        threshold,
+    )
 
 
 def _weights(

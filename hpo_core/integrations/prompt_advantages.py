@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,13 +12,16 @@ from ..advantages.terms import accepted_keywords, check_estimator, is_multi_rewa
 from ..batch import PackedBatch
 from ..checks import check, require_type
 
-__all__ = ["ESTIMATORS", "check_prompt_estimator", "numbers_of", "prompt_advantages"]
+__all__ = ["ESTIMATORS", "check_prompt_estimator", "numbers_of", "prompt_advantages", "settings_of"]
 
 # Estimators that need no more than is given here: outcomes or token rewards, the mask, and the prompt of each response.
 ESTIMATORS = (
     *("bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "mc_grpo", "ngrpo"),
     *("opo", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
 )
+
+# Those that divide by a deviation and have no form without.
+_DIVIDING = ("dgpo", "grpo", "lite_ppo", "mc_grpo", "ngrpo")
 
 
 def check_prompt_estimator(estimator: Callable[..., torch.Tensor], trainer: str) -> None:
@@ -54,6 +58,25 @@ def numbers_of(ids: Iterable[Hashable], device: torch.device) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.int64, device="cpu").to(device)
 
 
+def settings_of(estimator: Callable[..., torch.Tensor], gamma: float, scaled: bool, name: str) -> dict[str, Any]:
+    """What a trainer's discount and its switch of GRPO's deviation mean for an estimator. With what trainers start
+    with, 1 and True, it keeps numbers of its own. ``name``: the switch's.
+
+    >>> from hpo_core import advantages
+    >>> settings_of(advantages.gigpo, 0.9, False, "norm"), settings_of(advantages.gigpo, 1.0, True, "norm")
+    ({'gamma': 0.9, 'scaled': False}, {})
+    """
+    said = getattr(getattr(estimator, "func", estimator), "__name__", "")
+    check(
+        scaled or said not in _DIVIDING,
+        "{}: {} divides by a deviation whatever it says; leave it at True, or take hpo_dr_grpo",
+        name,
+        said,
+    )
+    told = ({} if gamma == 1 else {"gamma": gamma}) | ({} if scaled else {"scaled": False})
+    return accepted_keywords(estimator, **told)
+
+
 def prompt_advantages(
     estimator: Callable[..., torch.Tensor],
     backend: str | None,
@@ -61,10 +84,18 @@ def prompt_advantages(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     index: Any = None,
+    runs: Sequence[tuple[Hashable, int]] | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What such trainers call, by keyword: advantages and returns, all tensors ``[B, L]``. ``index``: ``[B]`` ids of
-    prompts, of any kind.
+    """What such trainers call, by keyword: advantages and returns, all tensors ``[B, L]``. Prompts without any valid
+    token, with which trainers fill batches up, are in no statistic.
+
+    Args:
+        index: ``[B]`` ids of prompts, of any kind.
+        runs: of each row its run and its place in it: an estimator of rows takes the reward of a run's last row, the
+            tokens of all, and each row gets the advantage of its run. None: one row each.
+        settings: further arguments of the estimator.
 
     >>> from hpo_core import advantages
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 0]])
@@ -73,13 +104,28 @@ def prompt_advantages(
             [-1., -0.]])
     """
     mask = response_mask != 0
-    groups = torch.arange(mask.shape[0], device=mask.device) if index is None else numbers_of(index, mask.device)
-    asked = {} if backend is None else {"backend": backend}
-    given = accepted_keywords(
-        estimator, group_ids=groups, lengths=mask.sum(-1).float(), batch=PackedBatch.from_padded(mask), **asked
-    )
+    tokens, rows = mask.sum(-1), torch.arange(mask.shape[0], device=mask.device)
+    groups = rows if index is None else numbers_of(index, mask.device)
+    asked = dict(settings) if backend is None else {**settings, "backend": backend}
+
+    def called(rewards: torch.Tensor, lengths: torch.Tensor, of: torch.Tensor | slice) -> torch.Tensor:
+        told = {"group_ids": groups[of], "lengths": lengths[of].float(), "batch": PackedBatch.from_padded(mask[of])}
+        return estimator(rewards[of].flatten(), **accepted_keywords(estimator, **told, **asked))
+
     if level_of(estimator) == "token":
-        found = estimator(token_level_rewards.reshape(-1), **given).reshape(mask.shape)
-        return found, token_level_rewards
-    found = estimator(token_level_rewards.sum(-1), **given)[:, None] * mask
+        return called(token_level_rewards, tokens, slice(None)).reshape(mask.shape), token_level_rewards
+    last = rows if runs is None else torch.tensor(_last_rows(runs), device="cpu").to(mask.device)
+    lengths, in_group = (torch.zeros_like(tokens).index_add(0, each, tokens) for each in (last, groups))
+    counted = ((last == rows) & (in_group[groups] > 0)).nonzero().squeeze(1)
+    of_runs = called(token_level_rewards.sum(-1), lengths, counted)
+    found = of_runs.new_zeros(mask.shape[0]).index_copy(0, counted, of_runs)[last, None] * mask
     return found, found
+
+
+def _last_rows(runs: Sequence[tuple[Hashable, int]]) -> list[int]:
+    """For each row the last one of its run."""
+    last: dict[Hashable, int] = {}
+    for row, (run, place) in enumerate(runs):
+        if run not in last or runs[last[run]][1] < place:
+            last[run] = row
+    return [last[run] for run, _ in runs]

@@ -21,10 +21,13 @@ from .. import gates, kl
 from ..checks import check
 from ..gates import RatioGate
 from ..losses import policy_loss
-from .micro_batch import MODES, check_gate, fractions, padded_rows, weights_of
+from .micro_batch import MODES, check_gate, check_unread, fractions, padded_rows, weights_of
 from .named import told_gate
 
 __all__ = ["HPOActorWorker"]
+
+# ROLL's own values; a field that holds them counts as not set. Its examples set dual_clip_loss, whatever the loss.
+_UNSET = {"pg_clip": 0.2, "use_pg_clip_range": False}
 
 
 class HPOActorWorker(ActorWorker):  # type: ignore[misc]
@@ -35,11 +38,16 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         log-probabilities have ``L - 1`` columns.
 
         Raises:
-            ValueError: a gate that needs what ROLL does not tell its loss.
+            ValueError: a gate that needs what ROLL does not tell its loss; a bound that the gate of ``HPO_GATE`` would
+                silence.
         """
         config, rows = self.pipeline_config, data.batch
         told = told_gate()
         gate = _described(config) if told is None else told
+        if told is not None:
+            check_unread(
+                told, "ROLL", {name: getattr(config, name) for name in _UNSET}, _UNSET, " or take HPO_GATE away"
+            )
         check_gate(gate, "ROLL")
         check(not gate.needs_rollout, "gate: {!r} corrects the sampler, whose log-probabilities ROLL keeps to its own "
               "correction; take the gate that it corrects", gate.name)  # fmt: skip

@@ -34,8 +34,8 @@ from ..checks import check, require_type
 from ..gates import RatioGate
 from ..losses import policy_loss
 from ..specs import Head, Penalty
-from .micro_batch import check_gate, check_sampler, fractions, padded_rows
-from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages
+from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows
+from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages, settings_of
 
 __all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
 
@@ -44,6 +44,9 @@ PRESETS = (
     *("a_lol", "aspo", "ce_gppo", "dapo", "dppo_kl", "dppo_tv", "fiberpo", "gmpo", "icepop", "luspo", "mis", "opmd"),
     *("rec", "reinforce", "spo", "step_gspo", "tis", "topr", "triplet_clip", "vespo"),
 )
+
+# SkyRL's own values; a field that holds them counts as not set.
+_UNSET = {"eps_clip_low": 0.2, "eps_clip_high": 0.2, "clip_ratio_c": 3.0}
 
 # Objectives with a term that does not grow with the advantage.
 _NOT_PROPORTIONAL = (Head.LOG, Head.MIRROR)
@@ -95,7 +98,9 @@ def _policy_loss(
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """What SkyRL calls: all ``[B, L]``. The advantages carry the denominator already, so the loss is a sum."""
-    if not isinstance(gate, RatioGate):
+    if isinstance(gate, RatioGate):
+        _unread(gate, config, *_UNSET)
+    else:
         gate = gate(config)
         require_type(
             isinstance(gate, RatioGate), "gate: expected a RatioGate from the registered function, got {}", gate
@@ -156,12 +161,38 @@ def _advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     index: Any = None,
+    grpo_norm_by_std: bool = True,
+    gamma: float = 1.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return prompt_advantages(estimator, backend, token_level_rewards.float(), response_mask, index)
+    settings = settings_of(estimator, gamma, grpo_norm_by_std, "grpo_norm_by_std")
+    return prompt_advantages(estimator, backend, token_level_rewards.float(), response_mask, index, settings=settings)
 
 
 # -------------------------------------------------------------------------------- gates from SkyRL's configuration
+
+
+def _unread(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
+    """The gate, which reads none of these fields."""
+    given = {field: getattr(config, field) for field in fields}
+    check_unread(gate, "SkyRL", given, _UNSET, " or choose another policy_loss_type")
+    return gate
+
+
+def _ppo_clip(config: Any) -> RatioGate:
+    return _unread(gates.ppo_clip(config.eps_clip_low, config.eps_clip_high), config, "clip_ratio_c")
+
+
+def _dual_clip(config: Any) -> RatioGate:
+    return gates.ppo_clip(config.eps_clip_low, config.eps_clip_high, config.clip_ratio_c)
+
+
+def _gspo(config: Any) -> RatioGate:
+    return _unread(gates.gspo(config.eps_clip_low, config.eps_clip_high), config, "clip_ratio_c")
+
+
+def _gspo_token(config: Any) -> RatioGate:
+    return _unread(gates.gspo_token(config.eps_clip_low, config.eps_clip_high), config, "clip_ratio_c")
 
 
 def _cispo(config: Any) -> RatioGate:
@@ -171,16 +202,21 @@ def _cispo(config: Any) -> RatioGate:
         "cispo.cispo_anchor: hpo_cispo compares with the old policy, got {!r}",
         told.cispo_anchor,
     )
-    return gates.cispo(ratio_cap=1 + told.cispo_eps_clip_high, ratio_low=max(1 - told.cispo_eps_clip_low, 0.0))
+    gate = gates.cispo(ratio_cap=1 + told.cispo_eps_clip_high, ratio_low=max(1 - told.cispo_eps_clip_low, 0.0))
+    return _unread(gate, config, *_UNSET)
+
+
+def _sapo(config: Any) -> RatioGate:
+    return _unread(gates.sapo(config.sapo.tau_pos, config.sapo.tau_neg), config, *_UNSET)
 
 
 _FROM_CONFIG: dict[str, Callable[[Any], RatioGate]] = {
-    "ppo_clip": lambda config: gates.ppo_clip(config.eps_clip_low, config.eps_clip_high),
-    "dual_clip": lambda config: gates.ppo_clip(config.eps_clip_low, config.eps_clip_high, config.clip_ratio_c),
-    "gspo": lambda config: gates.gspo(config.eps_clip_low, config.eps_clip_high),
-    "gspo_token": lambda config: gates.gspo_token(config.eps_clip_low, config.eps_clip_high),
+    "ppo_clip": _ppo_clip,
+    "dual_clip": _dual_clip,
+    "gspo": _gspo,
+    "gspo_token": _gspo_token,
     "cispo": _cispo,
-    "sapo": lambda config: gates.sapo(config.sapo.tau_pos, config.sapo.tau_neg),
+    "sapo": _sapo,
 }
 
 

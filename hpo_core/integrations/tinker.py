@@ -8,13 +8,12 @@ sampler, ``advantages`` and, where some tokens are not the policy's, ``mask``, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .. import aggregation
-from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..losses import policy_loss
@@ -48,19 +47,23 @@ def custom_loss(
     check(reduction in ("sum", "mean"), "reduction: expected sum or mean, got {!r}", reduction)
 
     def loss(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        old, advantages = _field(data, "logprobs").float(), _field(data, "advantages").float()
-        masked = all("mask" in datum.loss_fn_inputs for datum in data)
-        mask = _field(data, "mask") != 0 if masked else torch.ones_like(old, dtype=torch.bool)
+        pairs = zip(data, logprobs, strict=True)
+        told = [{"mask": torch.ones_like(each), **datum.loss_fn_inputs} for datum, each in pairs]
+        old, advantages = _field(told, "logprobs").float(), _field(told, "advantages").float()
+        mask = _field(told, "mask") != 0
         lengths = torch.tensor([0, *(len(each) for each in logprobs)], device=old.device)
-        batch = packed_rows(lengths.cumsum(0), mask, made)
+        ids = None
         if grouped:
             assert prompts is not None
             check(
                 len(prompts) == len(data), "prompts: expected one of each of {} datums, got {}", len(data), len(prompts)
             )
             ids = ids_of([str(each) for each in prompts], old.device)
-            batch = PackedBatch(batch.cu_seqlens, mask, group_ids=ids, validate=False)
-        weights = torch.ones(batch.rows, device=old.device) if reduction == "sum" else aggregation.token_mean(batch)
+        batch = packed_rows(lengths.cumsum(0), mask, made, ids)
+        if reduction == "sum":
+            weights = torch.ones(batch.rows, device=old.device)
+        else:
+            weights = aggregation.token_mean(batch, ranks=1)
         out = policy_loss(
             torch.cat([each.reshape(-1) for each in logprobs]).float(),
             old,
@@ -78,11 +81,11 @@ def custom_loss(
     return loss
 
 
-def _field(data: Sequence[Any], name: str) -> torch.Tensor:
+def _field(told: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor:
     parts = []
-    for datum in data:
-        check(name in datum.loss_fn_inputs, "loss_fn_inputs: expected {!r} in each datum", name)
-        value = datum.loss_fn_inputs[name]
+    for inputs in told:
+        check(name in inputs, "loss_fn_inputs: expected {!r} in each datum", name)
+        value = inputs[name]
         value = value.to_torch() if hasattr(value, "to_torch") else value
         require_type(
             isinstance(value, torch.Tensor), "loss_fn_inputs: expected {!r} as a tensor, got {}", name, type(value)

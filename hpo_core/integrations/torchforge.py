@@ -1,4 +1,4 @@
-"""torchforge: any gate of tokens or trajectories as the loss of its trainer, in a copy of ``apps/grpo/main.py``.
+"""torchforge: any gate of tokens, steps or trajectories as the loss of its trainer, in a copy of ``apps/grpo/main.py``.
 
     TitanTrainer.options(**cfg.actors.trainer).as_actor(**cfg.trainer, loss=HPOLoss("dapo(eps_high=0.28)"))
 
@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from .. import aggregation, kl
-from ..batch import PackedBatch
 from ..gates import RatioGate
 from ..logprobs import token_logprobs
 from ..losses import policy_loss
-from .micro_batch import check_gate
+from .micro_batch import check_gate, padded_rows
 from .named import named_gate
 
 __all__ = ["HPOLoss"]
@@ -51,10 +50,7 @@ class HPOLoss:
         """The loss of ``[B, P + L, V]`` logits, ``[B, L]`` tokens and log-probabilities, and ``[B, 1]`` advantages."""
         assert isinstance(self.gate, RatioGate)
         logp, _ = token_logprobs(logits[:, -response.shape[1] - 1 : -1], response, entropy=False)
-        batch, old = (
-            PackedBatch.from_padded(padding_mask.bool()),
-            None if old_logprobs is None else old_logprobs.float(),
-        )
+        batch, old = padded_rows(padding_mask, self.gate), None if old_logprobs is None else old_logprobs.float()
         weights = aggregation.seq_mean_token_mean(batch, total=batch.rows, ranks=1)
         penalty, ref = (kl.k3(self.beta), ref_logprobs.float()) if self.beta else (None, None)
         out = policy_loss(

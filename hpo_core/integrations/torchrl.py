@@ -69,7 +69,8 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
     def _compute_policy_objective(
         self, log_weight: torch.Tensor, advantage: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """TorchRL averages what this returns over tokens or rows; the loss at each token has the loss for a mean."""
+        """TorchRL averages what this returns over tokens or rows; the loss at each token has the loss for a mean. Each
+        rank counts its own, as there."""
         assert self._scored is not None
         logp, mask = self._scored
         batch = padded_rows(mask, self.gate)
@@ -81,7 +82,7 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
             advantage.squeeze(-1).float(),
             batch,
             self.gate,
-            weights=(aggregation.seq_mean_token_mean if per_row else aggregation.token_mean)(batch),
+            weights=(aggregation.seq_mean_token_mean if per_row else aggregation.token_mean)(batch, ranks=1),
             rollout_logp=old if self.gate.reads_rollout else None,
             advantage_level="token",
         )

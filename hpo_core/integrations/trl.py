@@ -143,7 +143,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         if config.beta != 0.0:
             kl = k3(config.beta, gradient="importance" if config.use_bias_correction_kl else "value")
         if entropy is not None:
-            check_entropy(entropy, self.accelerator.num_processes)
+            penalty = "set beta > 0" if kl is None else ""
+            check_entropy(entropy, self.accelerator.num_processes, penalty)
         elif window is None and config.top_entropy_quantile < 1.0:
             window = forking_tokens(config.top_entropy_quantile, scope="call")
         resolve("gates", torch.empty(0, device=self.accelerator.device), backend)  # fail now, not after a rollout

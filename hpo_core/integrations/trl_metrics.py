@@ -70,7 +70,8 @@ def logged_metrics(seen: dict[str, torch.Tensor], found: PolicyLoss, gate: Ratio
         return sum((Metrics(vector) for vector in seen[name][1:]), Metrics(seen[name][0])).compute()
 
     ours = total("vector")
-    logged = {"entropy": ours["entropy"], **{f"hpo_core/{name}": ours[name] for name in _REPORTED}}
+    entropy = ours["entropy"] if ours["tokens"] else 0.0  # as TRL logs the mean of nothing
+    logged = {"entropy": entropy, **{f"hpo_core/{name}": ours[name] for name in _REPORTED}}
     if found.levels is not None:
         shape, rest = found.levels.table.shape, (found.levels.units, found.levels.split)
         levels = sum(LevelMetrics(table.view(shape), *rest) for table in seen["levels"])

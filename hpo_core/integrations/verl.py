@@ -1,10 +1,10 @@
 """verl: ratio gates and advantage estimators of hpo_core that verl's configuration names.
 
-Importing this module registers the losses ``hpo_ppo_clip``, ``hpo_dapo``, ``hpo_cispo``, ``hpo_gspo`` and
-``hpo_gspo_token``, whose bounds are the configuration's, those of ``PRESETS`` under ``hpo_`` and their name, with the
-bounds of their papers, and as advantage estimators those of ``ESTIMATORS`` and, for agent loops that tell what their
-turns saw, of ``STEP_ESTIMATORS``. verl imports it by itself wherever hpo_core is installed (entry point
-``verl.plugins``), or through ``VERL_USE_EXTERNAL_MODULES=hpo_core.integrations.verl``; then
+Importing this module registers the losses ``hpo_ppo_clip``, ``hpo_dapo``, ``hpo_cispo``, ``hpo_gspo``,
+``hpo_gspo_token``, ``hpo_sapo`` and ``hpo_dro``, whose numbers are the configuration's, those of ``PRESETS`` under
+``hpo_`` and their name, with the bounds of their papers, and as advantage estimators those of ``ESTIMATORS`` and, for
+agent loops that tell what their turns saw, of ``STEP_ESTIMATORS``. verl imports it by itself wherever hpo_core is
+installed (entry point ``verl.plugins``), or through ``VERL_USE_EXTERNAL_MODULES=hpo_core.integrations.verl``; then
 ``actor_rollout_ref.actor.policy_loss.loss_mode=hpo_gspo`` and ``algorithm.adv_estimator=hpo_lite_ppo`` select one.
 Shapes: ``B`` responses in a micro-batch, ``L`` tokens each, padded on the right.
 """
@@ -38,19 +38,26 @@ from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
 from .micro_batch import fractions
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
-from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages
+from .prompt_advantages import ESTIMATORS, check_prompt_estimator
 from .turns import turns
 from .verl_head import install_loss_head
 from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_by
-from .verl_steps import STEP_ESTIMATORS, check_step_estimator, install_steps, is_of_steps, step_advantages
+from .verl_steps import (
+    STEP_ESTIMATORS,
+    check_step_estimator,
+    install_steps,
+    is_of_steps,
+    row_advantages,
+    step_advantages,
+)
 
 __all__ = ["ESTIMATORS", "PRESETS", "STEP_ESTIMATORS", "register", "register_advantage"]
 
 # Gates that need no more than verl tells a loss. Those that correct the sampler's log-probabilities read them from the
 # rows, and a look at rows is left to calls of register, because it imports verl's workers.
 PRESETS = (
-    *("a_lol", "aspo", "ce_gppo", "dppo_kl", "dppo_tv", "dro", "fiberpo", "gmpo", "kimi", "luspo", "opmd"),
-    *("ppo_penalty", "rec", "reinforce", "sapo", "spo", "step_gspo", "topr", "triplet_clip", "vespo"),
+    *("a_lol", "aspo", "ce_gppo", "dppo_kl", "dppo_tv", "fiberpo", "gmpo", "kimi", "luspo", "opmd"),
+    *("ppo_penalty", "rec", "reinforce", "spo", "step_gspo", "topr", "triplet_clip", "vespo"),
 )
 
 # What a function of gate inputs may take.
@@ -117,7 +124,8 @@ def register(
     if isinstance(entropy, EntropyWindow):
         entropy = functools.partial(selected_by, entropy)
     if entropy is not None:
-        check_entropy(entropy, processes=2)  # or more: of the ranks nothing is known yet
+        # or more processes: of the ranks nothing is known yet
+        check_entropy(entropy, processes=2, penalty="pass kl=" if kl is None else "")
     if entropy_penalty is not None:
         check_keywords("entropy_penalty", entropy_penalty, PENALISED)
     require_type(kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty of hpo_core.kl, got {}", type(kl))
@@ -311,7 +319,8 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
 
     It is called on the rewards of responses ``[B]`` (of tokens ``[B L]`` where it says so), with those of ``group_ids``
     (verl's ``uid``), ``lengths`` and ``batch`` that it takes; fix the rest with ``functools.partial``. verl asks for
-    advantages in its driver, so this must run there.
+    advantages in its driver, so this must run there. An agent's run that verl's V1 trainers have in several rows counts
+    once for an estimator of rows, with the reward of its last row and the tokens of all.
 
     An estimator of steps (``gigpo``, ``hgpo``) is called on the rewards of all turns ``[N]``, with those of
     ``group_ids``, ``trajectory_ids``, ``anchor_ids`` and ``positions`` that it takes. The agent loop tells what turns
@@ -328,7 +337,7 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
         register_adv_est(name)(functools.partial(step_advantages, name, estimator, backend))
         return
     check_prompt_estimator(estimator, "verl")
-    register_adv_est(name)(functools.partial(prompt_advantages, estimator, backend))
+    register_adv_est(name)(functools.partial(row_advantages, estimator, backend))
 
 
 # --------------------------------------------------------------------------------- gates from verl's configuration
@@ -370,6 +379,17 @@ def _gspo_token(config: Any) -> RatioGate:
     return gates.gspo_token(*_epsilons(config))
 
 
+def _sapo(config: Any) -> RatioGate:
+    _refuse("hpo_sapo", config, *_UNSET)
+    return gates.sapo(config.tau_pos, config.tau_neg)
+
+
+def _dro(config: Any) -> RatioGate:
+    _refuse("hpo_dro", config, *_UNSET)
+    beta = config.policy_loss.get("dro_beta", None)
+    return gates.dro() if beta is None else gates.dro(beta)
+
+
 def _epsilons(config: Any) -> tuple[float, float]:
     """``clip_ratio_low`` and ``clip_ratio_high``, each ``clip_ratio`` where it is None."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
@@ -399,6 +419,8 @@ for _name, _gate in {
     "hpo_cispo": _cispo,
     "hpo_gspo": _gspo,
     "hpo_gspo_token": _gspo_token,
+    "hpo_sapo": _sapo,
+    "hpo_dro": _dro,
 }.items():
     register(_name, _gate)
 for _name in PRESETS:

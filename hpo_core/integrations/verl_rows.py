@@ -132,7 +132,11 @@ def _selected(train_mini_batch: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train_mini_batch)  # verl's worker groups find the method by its attributes
     def selected(self: Any, data: Any) -> Any:
-        mode = self.loss_fn.keywords["config"].policy_loss.get("loss_mode", "vanilla")
+        config = getattr(self.loss_fn, "keywords", {}).get("config")
+        policy = getattr(config, "policy_loss", None)
+        if policy is None:  # a critic, or a loss of the user's own
+            return train_mini_batch(self, data)
+        mode = policy.get("loss_mode", "vanilla")
         update = self.hpo_updates = getattr(self, "hpo_updates", -1) + 1
         ranks = self.engine.get_data_parallel_group()
         if mode in METHODS:

@@ -1,4 +1,4 @@
-"""Estimators of steps in verl: what the turns of a response saw and got, as an agent loop tells it.
+"""Estimators in verl: what the turns of a response saw and got, as an agent loop tells it, and which rows are one run.
 
 verl's driver hands an estimator rewards, a mask and prompt ids. What an agent loop puts into ``extra_fields`` of its
 output lies one call above, in ``compute_advantage``: beside the rows in ``RayPPOTrainer``, and in the TransferQueue,
@@ -18,11 +18,19 @@ import torch
 from ..advantages.terms import accepted_keywords, check_estimator, level_of
 from ..batch import PackedBatch
 from ..checks import check
-from .prompt_advantages import numbers_of
+from .prompt_advantages import numbers_of, prompt_advantages, settings_of
 from .replaced import after_import
 from .turns import Step, steps_of_turns, turns
 
-__all__ = ["FIELD", "STEP_ESTIMATORS", "check_step_estimator", "install_steps", "is_of_steps", "step_advantages"]
+__all__ = [
+    "FIELD",
+    "STEP_ESTIMATORS",
+    "check_step_estimator",
+    "install_steps",
+    "is_of_steps",
+    "row_advantages",
+    "step_advantages",
+]
 
 FIELD = "hpo_steps"
 STEP_ESTIMATORS = ("gigpo", "hgpo")
@@ -31,14 +39,18 @@ STEP_ESTIMATORS = ("gigpo", "hgpo")
 class _Rows(NamedTuple):
     """What agent loops have told of the rows."""
 
-    steps: Sequence[Any] | None = None  # None: no row has the field
-    sessions: Sequence[tuple[str, int]] | None = (
-        None  # an agent's run and the place of the row in it; None: one row each
-    )
+    steps: Callable[[], Sequence[Any] | None] = lambda: None  # fetched at its call; None: no row has the field
+    keys: Sequence[str] | None = None  # UID_SESSION_PLACE
+
+    def sessions(self) -> list[tuple[str, int]] | None:
+        """An agent's run and the place of the row in it; None: one row each."""
+        if self.keys is None:
+            return None
+        return [(run, int(place)) for run, place in (key.rsplit("_", 1) for key in self.keys)]
 
 
-# Not the rows, which would be fetched for every estimator.
-_rows: ContextVar[Callable[[], _Rows]] = ContextVar("what agent loops have told of the rows", default=_Rows)
+_NONE = _Rows()
+_rows: ContextVar[_Rows] = ContextVar("what agent loops have told of the rows", default=_NONE)
 
 
 def is_of_steps(estimator: Callable[..., torch.Tensor]) -> bool:
@@ -58,6 +70,7 @@ def step_advantages(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
     index: Any = None,
+    config: Any = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What verl calls, by keyword: tensors ``[B, L]``; advantages and returns of the same shape."""
@@ -65,18 +78,33 @@ def step_advantages(
     mask = response_mask != 0
     batch = PackedBatch.from_padded(mask, steps=turns(mask))
     filled = mask.any(1).tolist()
-    told = _rows.get()()
-    steps = _steps_of(name, told.steps, filled)
+    told = _rows.get()
+    steps, sessions = _steps_of(name, told.steps(), filled), told.sessions()
     outcomes = token_level_rewards.sum(-1)
-    if told.sessions is None:
+    if sessions is None:
         rewards, ids = steps_of_turns(batch, steps, outcomes)
     else:
-        rewards, ids = _of_sessions(batch, steps, outcomes, told.sessions, filled)
+        rewards, ids = _of_sessions(batch, steps, outcomes, sessions, filled)
     groups = numbers_of(index, mask.device)[batch.row_of_step()]
-    asked = {} if backend is None else {"backend": backend}
+    asked = _settings(estimator, config) | ({} if backend is None else {"backend": backend})
     found = estimator(rewards, **accepted_keywords(estimator, group_ids=groups, **ids, **asked))
     of_tokens = batch.spread_steps(found).view(mask.shape)
     return of_tokens, of_tokens
+
+
+def row_advantages(
+    estimator: Callable[..., torch.Tensor], backend: str | None, /, config: Any = None, **told: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What verl calls for an estimator of rows or tokens."""
+    runs, settings = _rows.get().sessions(), _settings(estimator, config)
+    return prompt_advantages(estimator, backend, runs=runs, settings=settings, **told)
+
+
+def _settings(estimator: Callable[..., torch.Tensor], config: Any) -> dict[str, Any]:
+    """Those of verl's AlgoConfig."""
+    name = "norm_adv_by_std_in_grpo"
+    gamma, scaled = (1.0, True) if config is None else (config.get("gamma", 1.0), config.get(name, True))
+    return settings_of(estimator, gamma, scaled, f"algorithm.{name}")
 
 
 def _steps_of(name: str, told: Sequence[Any] | None, filled: Sequence[bool]) -> list[list[Any]]:
@@ -140,7 +168,7 @@ def _show_rows(module: ModuleType) -> None:
         told = data.non_tensor_batch.get(FIELD)
         if told is None:  # as in all trainers whose rows are in the queue
             return compute_advantage(data, *arguments, **keywords)
-        return _with(lambda: _Rows(told), compute_advantage, data, *arguments, **keywords)
+        return _with(_Rows(lambda: told), compute_advantage, data, *arguments, **keywords)
 
     module.compute_advantage = shown  # type: ignore[attr-defined]
 
@@ -151,18 +179,17 @@ def _show_queue(module: ModuleType) -> None:
 
     @functools.wraps(compute_advantage)
     def shown(self: Any, batch: Any, *arguments: Any, **keywords: Any) -> Any:
-        def fetched() -> _Rows:
+        def fetched() -> list[Any]:
             wanted = {"keys": batch.keys, "partition_id": batch.partition_id, "select_fields": ["extra_fields"]}
             of_rows = [getattr(each, "data", each) for each in module.tq.kv_batch_get(**wanted)["extra_fields"]]
-            keys = [key.rsplit("_", 1) for key in batch.keys]  # UID_SESSION_PLACE
-            return _Rows([of_row.get(FIELD) for of_row in of_rows], [(run, int(at)) for run, at in keys])
+            return [of_row.get(FIELD) for of_row in of_rows]
 
-        return _with(fetched, compute_advantage, self, batch, *arguments, **keywords)
+        return _with(_Rows(fetched, batch.keys), compute_advantage, self, batch, *arguments, **keywords)
 
     trainer._compute_advantage = shown
 
 
-def _with(rows: Callable[[], _Rows], function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _with(rows: _Rows, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     token = _rows.set(rows)
     try:
         return function(*arguments, **keywords)

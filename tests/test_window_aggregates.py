@@ -217,12 +217,13 @@ def test_extremes_of_windows_that_overlap(backend):
 
 
 def test_carried_by_hand(backend):
-    """The second row has no full window and begins with a masked token; the third has no valid token at all."""
-    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 3.0, 5.0, 7.0])
-    mask = torch.tensor([True, True, True, True, False, True, True, False])
-    batch = hpo.PackedBatch(torch.tensor([0, 4, 7, 8]), mask)
+    """The second row has no full window and begins with an error and a masked token; the third has no valid token."""
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, math.nan, 16.0, 3.0, 5.0, 7.0])
+    mask = torch.tensor([True, True, True, True, True, False, True, True, False])
+    batch = hpo.PackedBatch(torch.tensor([0, 4, 8, 9]), mask)
     out = run(backend, values, batch, Window.forward_exclusive(2, boundary="carry"))
-    assert out.tolist() == [3.0, 6.0, 4.5, 4.5, -math.inf, 3.0, 3.0, -math.inf]
+    expected = torch.tensor([3.0, 6.0, 4.5, 4.5, math.nan, -math.inf, 3.0, 3.0, -math.inf])
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_errors_are_not_carried_over(backend):

@@ -63,11 +63,11 @@ def is_slow(backend):
 
 
 def ways(example, gate, backend):
-    """Calls, and the inputs they are given: all that the gate takes, and where calls are cheap few as well, without and
-    with a penalty that has a coefficient for each token."""
+    """Calls, and the inputs they are given: all that the gate takes, where calls are cheap few as well, and where they
+    are cheapest few with a penalty that has a coefficient for each token."""
     whole = (complete, example.everything(gate))
     few = ((plain, example.needed(gate)), (complete, example.paying(gate)))
-    return (whole,) if is_slow(backend) else (whole, *few)
+    return whole, *few[: number(backend, at_length=2, machine_code=2, emulated=1, interpreted=0)]
 
 
 TWELVE = (3, 7, 1, 0, 6, 2, 9, 4, 0, 5, 2, 8)

@@ -96,7 +96,8 @@ def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str,
     try:
         return function(*given, *arguments[len(given) :], **named)
     except ValueError as error:
-        error.args = (_told(function, dict(zip(order, given, strict=False)) | named, str(error)),)
+        if type(error) is ValueError:  # others, of the caller's own functions, may have other arguments than a message
+            error.args = (_told(function, dict(zip(order, given, strict=False)) | named, str(error)),)
         raise
 
 

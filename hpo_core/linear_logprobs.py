@@ -15,7 +15,7 @@ from .ops.linear_logprobs import LinearRows
 from .reference.linear_logprobs import linear_token_logprobs as definition
 from .specs import LogitRows
 from .support import LOGITS, checked_temperature
-from .vocabulary_parallel import Group, Sizes, all_rows, recognises_shards, shards
+from .vocabulary_parallel import Group, Sizes, all_rows, check_shards, recognises_shards, shards
 
 __all__ = ["linear_token_logprobs"]
 
@@ -107,6 +107,7 @@ def linear_token_logprobs(
     capped = None if softcap is None else softcap / logit_scale
     kept = 3 if entropy else 2
     vocabulary, first = weight.shape[0], 0
+    check_shards(process_group, vocabulary_sizes)
     if process_group is not None:
         sizes, first, vocabulary = shards(weight.shape[0], process_group, vocabulary_sizes)
     is_part = process_group is not None

@@ -7,6 +7,7 @@ of the whole vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,7 +68,8 @@ def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.
 
     Parts are merged one after the other in float64, and the result is rounded once: the same order gives the same bits
     on every rank. Each part of a vocabulary occurs once; there may be any number of parts, and a merged state can be
-    merged again. The result has the shape and dtype of the first state.
+    merged again. The result has the shape and dtype of the first state. Which rows are ignored is unknown here: each
+    temperature is above 0.
 
     >>> logits, targets = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1])
     >>> parts = [part(logits[:, at : at + 2], targets, first=at, vocabulary=4) for at in (0, 2)]
@@ -155,6 +157,8 @@ def part_gradient(
         entropy_gradient is None or state.distance is not None,
         "state: expected a distance for an entropy_gradient, got None; make its parts with entropy=True",
     )
+    # Of a row of -inf alone the gradient is NaN, as its results are.
+    state = state._replace(top=state.top.masked_fill(state.top == -math.inf, math.nan))
     statistics = torch.stack([each.flatten() for each in state[:3] if each is not None])
     if is_reference(logits, backend):
         return reference.part_gradient(rows, statistics, logp_gradient, entropy_gradient).to(logits.dtype)

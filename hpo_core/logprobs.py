@@ -15,7 +15,7 @@ from .ops import is_traced
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows
 from .support import LOGITS, TEMPERATURE, among_ids, check_logits, check_of_rows
-from .vocabulary_parallel import Group, Shards, Sizes, all_rows, recognises_shards, shards
+from .vocabulary_parallel import Group, Shards, Sizes, all_rows, check_shards, recognises_shards, shards
 
 __all__ = ["TokenLogprobs", "TokenStatistics", "token_logprobs", "token_statistics"]
 
@@ -126,6 +126,7 @@ def token_logprobs(
         process_group is None or support_ids is None,
         "support_ids: expected None with a process_group, got ids, whose logits are on other ranks; use support_floor",
     )
+    check_shards(process_group, vocabulary_sizes)
     call = checked_call(
         logits, targets, temperature, ignore_index, batch, entropy_temperature, support_floor, support_ids,
         inplace_gradient, backend, 1 if process_group is None else 0,

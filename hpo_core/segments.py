@@ -99,6 +99,7 @@ def ids_of(names: Iterable[str | bytes | int], device: torch.device | str = "cpu
     >>> bool(first == third), bool(first == second)
     (True, False)
     """
+    require_type(not isinstance(names, str | bytes), "names: expected several names, got {!r}; pass a list", names)
     return torch.tensor([_id_of(name) for name in names], dtype=torch.int64, device=device)
 
 
@@ -109,6 +110,7 @@ def _id_of(name: str | bytes | int) -> int:
     require_type(
         isinstance(name, Integral), "names: expected strings, bytes or integers, got {!r}", name
     )  # NumPy's, too
+    check(-(2**63) <= name < 2**63, "names: expected integers of 64 bits with a sign, got {}; pass str(name)", name)
     return int(name)
 
 
@@ -170,7 +172,7 @@ class Chains(NamedTuple):
         return begins
 
     def ends(self) -> torch.Tensor:
-        """Whether a chain ends at each place ``[U]`` bool."""
+        """Whether a chain ends at each place ``[U]`` bool; undefined outside chains."""
         ends = torch.ones_like(self.chain, dtype=torch.bool)
         ends[:-1] = self.chain[1:] != self.chain[:-1]
         return ends
@@ -186,7 +188,7 @@ class Chains(NamedTuple):
         """The next value in the chain of every place ``[U]``, from values at places; 0 after the last."""
         self._check(values)
         following = torch.zeros_like(values)
-        following[:-1] = torch.where(self.ends()[:-1], 0.0, values[1:])
+        following[:-1] = values[1:].masked_fill(self.ends()[:-1], 0)
         return following
 
     def ranks(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from .arguments import check_group
 from .checks import check
 from .distributed import gather
 
-__all__ = ["Group", "Shards", "Sizes", "all_rows", "recognises_shards", "shards"]
+__all__ = ["Group", "Shards", "Sizes", "all_rows", "check_shards", "recognises_shards", "shards"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Group = torch.distributed.ProcessGroup
@@ -44,6 +44,12 @@ def shards(columns: int, group: Group, sizes: Sequence[int] | None) -> Shards:
         given,
     )
     return Shards(tuple(given), sum(given[:rank]), sum(given))
+
+
+def check_shards(group: Group | None, sizes: Sequence[int] | None) -> None:
+    """Check that sizes of shards come with their ranks: without these, logits of one shard would be a vocabulary."""
+    alone = group is not None or sizes is None
+    check(alone, "vocabulary_sizes: expected None without a process_group, got {}; pass process_group=, too", sizes)
 
 
 def all_rows(own: torch.Tensor, group: Group) -> torch.Tensor:
@@ -101,8 +107,17 @@ def _localised(given: dict[str, Any], dimensions: dict[str, int]) -> dict[str, A
             tensor.device_mesh.size(),
             given.get("process_group"),
         )
+        check(
+            given.get("process_group") is None or given.get("process_group") is group,
+            "process_group: expected None or the mesh's of {}, got {}",
+            name,
+            given.get("process_group"),
+        )
         total, ranks = tensor.shape[dimension], tensor.device_mesh.size()
         most = -(-total // ranks)
         sizes = [min(max(total - rank * most, 0), most) for rank in range(ranks)]
+        told = given.get("vocabulary_sizes")
+        is_right = told is None or list(told) == sizes
+        check(is_right, "vocabulary_sizes: expected None or {}, those of the shards of {}, got {}", sizes, name, told)
         local |= {name: tensor.to_local(grad_placements=[placement]), "process_group": group, "vocabulary_sizes": sizes}
     return local

@@ -17,8 +17,8 @@ def example_of(gate, *features):
 
 
 def off_by_one_percent_at(*tokens):
-    def kernel(logp, old_logp, advantages, batch, gate, weights, **given):
-        out = hpo.policy_loss(logp, old_logp, advantages, batch, gate, weights=weights, backend="reference", **given)
+    def kernel(logp, old_logp, advantages, batch, gate, weights, backend="reference", **given):
+        out = hpo.policy_loss(logp, old_logp, advantages, batch, gate, weights=weights, backend=backend, **given)
         grad = torch.autograd.grad(out.loss, logp)[0]
         grad[list(tokens)] *= 1.01
         return type("Out", (), {"loss": out.loss, "grad": grad})
@@ -153,3 +153,21 @@ def test_an_example_that_is_no_packed_call_is_refused():
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             testing.explain(example._replace(**wrong), "cpu")
+
+
+def test_errors_of_a_caller_s_kernel_pass_as_they_are():
+    class ShapeError(ValueError):
+        def __init__(self, code, text):
+            super().__init__(code, text)
+
+    def kernel(*_, **__):
+        raise ShapeError(7, "bad tile")
+
+    with pytest.raises(ShapeError) as raised:
+        testing.explain(example_of(gates.dapo()), kernel)
+    assert raised.value.args == (7, "bad tile")
+
+
+def test_a_backend_among_the_keywords():
+    example = example_of(gates.dapo()).given(backend="cpu")
+    assert testing.explain(example, off_by_one_percent_at(0)) is not None

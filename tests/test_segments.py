@@ -203,3 +203,7 @@ def test_ids_of_names():
     assert other >= 0 and other != first
     with pytest.raises(TypeError, match=r"names: expected strings, bytes or integers, got 1\.5"):
         hpo.segments.ids_of([1.5])
+    with pytest.raises(ValueError, match=r"names: expected integers of 64 bits with a sign, got 18446744073709551615"):
+        hpo.segments.ids_of([2**64 - 1])
+    with pytest.raises(TypeError, match="names: expected several names, got 'red'; pass a list"):
+        hpo.segments.ids_of("red")

@@ -527,6 +527,22 @@ def test_chains_bring_units_together():
     assert torch.equal(chains.unsorted(chains.sorted(values)), values)
     assert chains.first(chains.sorted(values)).tolist()[1:] == [3.0, 2.0, 2.0, 2.0]
     assert chains.ends().tolist() == [True, True, False, False, True]
+    assert chains.following(torch.tensor([1, 2, 3, 2**53 + 1, 2**53 + 3])).tolist() == [0, 0, 2**53 + 1, 2**53 + 3, 0]
+
+
+def test_padded_calls_are_bound_as_others():
+    rewards = torch.zeros(2, 3)
+    for batch in (PackedBatch.from_padded(torch.ones(2, 3) > 0), PackedBatch.from_lengths([3, 3])):
+        with pytest.raises(TypeError, match="multiple values"):
+            advantages.reinforce_pp(rewards, batch, token_rewards=rewards)
+        with pytest.raises(TypeError, match="positional arguments"):
+            advantages.reinforce_pp(rewards, batch, 0.5, False)
+
+
+def test_a_step_in_no_row():
+    batch = PackedBatch.from_padded(torch.ones(2, 3) > 0, steps=torch.tensor([[1, 3], [3, 3], [6, 8]]))
+    assert batch.row_of_step().tolist() == [0, -1, -1]
+    assert batch.ids_of_steps()["trajectory_ids"].tolist() == [0, -1, -1]
 
 
 def test_rows_of_tokens():

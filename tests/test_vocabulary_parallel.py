@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 import hpo_core as hpo
-from hpo_core import logprob_states
+from hpo_core import logprob_states, testing
 
 ROWS, VOCABULARY, WIDTH = 11, 44, 6
 IGNORED = -100
@@ -257,7 +257,7 @@ def compute(rank):
     mesh = init_device_mesh("cpu", (world,))
     chunks = [len(each) for each in torch.arange(VOCABULARY).chunk(world)]
     own = slice(sum(chunks[:rank]), sum(chunks[: rank + 1]))
-    sharded = DTensor.from_local(logits[:, own], mesh, [Shard(1)])
+    columns = sharded = DTensor.from_local(logits[:, own], mesh, [Shard(1)])
     found["distributed logits"] = with_gradients(lambda x: hpo.token_logprobs(x, targets, 0.7), [sharded], a, b)
     found["distributed logits"][2] = found["distributed logits"][2].to_local()
     sharded = DTensor.from_local(weight[own], mesh, [Shard(0)])
@@ -268,6 +268,10 @@ def compute(rank):
         "no group": lambda: hpo.linear_token_logprobs(hidden, sharded, targets),
         "replicated": lambda: hpo.token_logprobs(DTensor.from_local(logits, mesh, [Replicate()]), targets),
         "sizes": lambda: hpo.token_logprobs(logits[:, mine], targets, process_group=group),
+        "sizes alone": lambda: hpo.token_logprobs(logits[:, mine], targets, vocabulary_sizes=over["vocabulary_sizes"]),
+        "sizes of a weight alone": lambda: hpo.linear_token_logprobs(hidden, weight, targets, vocabulary_sizes=[7]),
+        "another group": lambda: hpo.token_logprobs(columns, targets, process_group=dist.new_group([0])),
+        "other sizes": lambda: hpo.token_logprobs(columns, targets, vocabulary_sizes=[1] * world),
         "support_ids": lambda: hpo.token_logprobs(
             logits[:, mine], targets, support_ids=torch.zeros(ROWS, 1, dtype=torch.int64), **over
         ),
@@ -300,6 +304,15 @@ def found():
 def expected(dtype=torch.float32):
     logits, targets, a, b = data(dtype)
     return with_gradients(lambda x: hpo.token_logprobs(x, targets, 0.7), [logits], a, b)
+
+
+def test_a_row_of_minus_infinity_alone_has_no_gradient(backend):
+    device = testing.device_of(backend)
+    logits, targets = torch.full((1, 5), -math.inf, device=device), torch.tensor([2], device=device)
+    keywords = {"first": 0, "vocabulary": 5, "backend": backend}
+    state = logprob_states.part(logits, targets, **keywords)
+    grad = logprob_states.part_gradient(logits, targets, state, torch.ones(1, device=device), **keywords)
+    assert grad.isnan().all()
 
 
 @WORLDS
@@ -409,6 +422,10 @@ def test_distributed_tensors_are_recognised(found, world):
 
 ERRORS = {
     "support_ids": "support_ids: expected None with a process_group",
+    "sizes alone": "vocabulary_sizes: expected None without a process_group",
+    "sizes of a weight alone": "vocabulary_sizes: expected None without a process_group",
+    "another group": "process_group: expected None or the mesh's of logits",
+    "other sizes": "vocabulary_sizes: expected None or .* those of the shards of logits",
     "no group": "weight: sharded by rows over .* expected process_group=weight.device_mesh.get_group",
     "replicated": "logits: expected a tensor of this rank, got a DTensor; pass logits.to_local",
     "own size": r"vocabulary_sizes: expected the columns of every rank, \[.*\], at least one, got \[9",

@@ -35,8 +35,8 @@ void row_spans(const RowSpansArgs& args, int threads) {
       int64_t begin = range.begin, end = range.end;
       while (begin < end && !args.mask[begin]) ++begin;
       while (begin < end && !args.mask[end - 1]) --end;
-      args.spans[2 * row + 1] = begin < end ? begin : range.begin;
-      args.spans[2 * row + 2] = begin < end ? end : range.begin;
+      args.spans[2 * row + 1] = range.bad ? args.tokens + 1 : begin < end ? begin : range.begin;
+      args.spans[2 * row + 2] = range.bad ? -1 : begin < end ? end : range.begin;
     }
   });
 }

@@ -280,6 +280,7 @@ class PackedBatch:
     def spans(self) -> torch.Tensor:
         """The rows as windows see them: each from its first valid token to its last, because masked tokens before and
         behind these are padding. These are the rows 1, 3, ... of the offsets ``[2 S + 2]``; the others are padding.
+        Without a mask ``cu_seqlens`` itself.
 
         >>> PackedBatch.from_lengths([3, 2], mask=torch.tensor([False, True, False, True, True])).spans()
         tensor([0, 1, 2, 3, 5, 5])
@@ -326,10 +327,10 @@ class PackedBatch:
         return at_level(self, name, values, level, tokens)
 
     def row_of_step(self) -> torch.Tensor:
-        """Row of every step ``[N]`` int64, -1 for empty steps. Needs ``cu_steps`` or ``steps``."""
+        """Row of every step ``[N]`` int64, -1 for those empty or in no row. Needs ``cu_steps`` or ``steps``."""
         begin, end = self.step_ranges()
         row = torch.searchsorted(self.cu_seqlens, begin, right=True) - 1
-        return torch.where(end > begin, row, -1)
+        return torch.where((end > begin) & (row < self.rows), row, -1)
 
     def ids_of_steps(self) -> dict[str, torch.Tensor]:
         """``group_ids`` and ``trajectory_ids`` of every step ``[N]``, as estimators of steps take them. Without group

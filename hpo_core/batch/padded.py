@@ -28,6 +28,10 @@ def _reshaped(value: Any, old: Sequence[int], new: Sequence[int]) -> Any:
     return value
 
 
+def _examined(name: str, value: Any) -> Any:
+    return examined(name, value) if isinstance(value, torch.Tensor) else value
+
+
 def _of_tokens(result: Any, shape: tuple[int, int]) -> Any:
     return _reshaped(result, (shape[0] * shape[1],), shape)
 
@@ -47,9 +51,11 @@ def takes_padded(
         shape = batch.padded_shape if isinstance(batch, PackedBatch) else None
         if shape is None or len(arguments) > len(names):
             return function(*arguments, **keywords)
-        given = {name: examined(name, one) if isinstance(one, torch.Tensor) else one for name, one in given.items()}
-        flat = {name: _reshaped(one, shape, (-1,)) for name, one in given.items()}
-        result = function(**flat)
-        return result if all(flat[name] is given[name] for name in given) else padded(result, shape)
+        places = [_examined(name, one) for name, one in zip(names, arguments, strict=False)]
+        named = {name: _examined(name, one) for name, one in keywords.items()}
+        flat = [_reshaped(one, shape, (-1,)) for one in (*places, *named.values())]
+        result = function(*flat[: len(places)], **dict(zip(named, flat[len(places) :], strict=True)))
+        is_packed = all(one is before for one, before in zip(flat, (*places, *named.values()), strict=True))
+        return result if is_packed else padded(result, shape)
 
     return run  # type: ignore[return-value]

@@ -56,11 +56,14 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
 def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
     """The first offset, each row's first valid token and the one after its last, and the last offset: ``[2 S + 2]``.
 
-    Both are the begin of a row without a valid token, and 0 of a broken row.
+    Both are the begin of a row without a valid token. Of a broken row they are T + 1 and -1: so the rows of these
+    offsets that end or begin there are broken, too.
     """
     spans = []
     for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        begin, end = (begin, end) if 0 <= begin <= end <= total_tokens else (0, 0)
+        if not 0 <= begin <= end <= total_tokens:
+            spans += [total_tokens + 1, -1]
+            continue
         valid = mask[begin:end].nonzero().flatten().tolist() or [0, -1]
         spans += [begin + valid[0], begin + valid[-1] + 1]
     return torch.cat((cu_seqlens[:1], cu_seqlens.new_tensor(spans), cu_seqlens[-1:]))

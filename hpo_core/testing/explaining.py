@@ -177,7 +177,7 @@ def _by_definition(example: PolicyLossExample, token: int) -> tuple[dict[str, fl
     example = move(example.with_scores_of_threshold(), "cpu")
     entropy = {name: value.double() for name, value in example.keywords.items() if name == "entropy"}
     example = example._replace(logp=example.logp.detach().double()).given(**entropy)
-    keywords = {name: value for name, value in example.keywords.items() if name != "report"}
+    keywords = {name: value for name, value in example.keywords.items() if name not in ("report", "backend")}
     inputs, spec, exchange, *_ = prepare(
         example.logp, example.old_logp, example.advantages, example.batch, example.gate, backend="reference", **keywords
     )

@@ -136,8 +136,9 @@ def _find_spans(
             end = tl.maximum(end, tl.max(tl.where(valid, token + 1, 0)))
             tile -= TILE
         is_empty = begin == range_.end
-        tl.store(spans + 2 * row + 1, tl.where(is_empty, range_.begin, begin))
-        tl.store(spans + 2 * row + 2, tl.where(is_empty, range_.begin, end))
+        begin, end = tl.where(is_empty, range_.begin, begin), tl.where(is_empty, range_.begin, end)
+        tl.store(spans + 2 * row + 1, tl.where(range_.bad, tokens + 1, begin))
+        tl.store(spans + 2 * row + 2, tl.where(range_.bad, -1, end))
     else:
         tl.store(spans, tl.load(cu_seqlens))
         tl.store(spans + 2 * rows + 1, tl.load(cu_seqlens + rows))

@@ -366,7 +366,9 @@ struct RowSpansArgs {
   int64_t tokens, rows;
   const uint8_t* mask;  // [tokens]
   const int64_t* cu_seqlens;  // [rows + 1]
-  int64_t* spans;  // [2 rows + 2]: the first offset; the first valid token of each row, and the one after its last; the last
+  // [2 rows + 2]: the first offset; the first valid token of each row, and the one after its last; the last offset. Of a broken
+  // row tokens + 1 and -1, so that it and what lies beside it are broken rows.
+  int64_t* spans;
 };
 
 }  // namespace hpo

@@ -90,7 +90,7 @@ REGISTERS = {
     ("correction: LOG_RATIO TOKEN BAND", "_correct_tokens"): 59,
     ("row_counts", "_begin_counts"): 28,
     ("row_counts", "_count_rows"): 46,
-    ("row_spans", "_find_spans"): 28,
+    ("row_spans", "_find_spans"): 30,
     ("window_score", "_score_windows"): 76,
     ("window_score, maximum", "_score_windows"): 76,
     ("window_score, maximum", "_carry_rows"): 40,

@@ -132,9 +132,10 @@ __global__ void __launch_bounds__(kThreads) find_spans(const RowSpansArgs args) 
         if (found) end = __shfl_sync(kFullWarp, last, 31 - __clz(int(found))) + 1;
       }
     }
-    const bool is_empty = begin == range.end;
-    if (lane() == 0) args.spans[2 * int64_t(row) + 1] = range.bad ? args.tokens + 1 : is_empty ? range.begin : begin;
-    if (lane() == 1) args.spans[2 * int64_t(row) + 2] = range.bad ? -1 : is_empty ? range.begin : end;
+    int64_t edge = begin == range.end ? range.begin : lane() ? end : begin;
+    // Read again: a register more, held over the loops, would make the compiler spill.
+    if (row_range(pack.cu_seqlens, row, pack.tokens).bad) edge = lane() ? -1 : args.tokens + 1;
+    if (lane() < 2) args.spans[2 * int64_t(row) + 1 + lane()] = edge;
   }
 }
 

@@ -102,8 +102,8 @@ def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str,
 
 
 def _told(function: Any, given: dict[str, Any], message: str) -> str:
-    """The message of an error; one that names a part of what the function makes, and none of its arguments, behind the
-    numbers it was called with: ``nft(floor=-1.0): head_numbers: expected ...``."""
+    """The message of an error. A message that names no argument of the function, but a part of what the function makes,
+    gets the numbers of the call in front: ``nft(floor=-1.0): head_numbers: expected ...``."""
     numbers = ", ".join(f"{name}={value!r}" for name, value in given.items() if _are_numbers(value))
     named = re.findall(r"\w+", message.partition(": ")[0])
     if not numbers or not inspect.signature(function).parameters.keys().isdisjoint(named):

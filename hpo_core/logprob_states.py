@@ -157,7 +157,7 @@ def part_gradient(
         entropy_gradient is None or state.distance is not None,
         "state: expected a distance for an entropy_gradient, got None; make its parts with entropy=True",
     )
-    # Of a row of -inf alone the gradient is NaN, as its results are.
+    # The gradient of a row of -inf alone is NaN, as its results are.
     state = state._replace(top=state.top.masked_fill(state.top == -math.inf, math.nan))
     statistics = torch.stack([each.flatten() for each in state[:3] if each is not None])
     if is_reference(logits, backend):

@@ -230,8 +230,8 @@ def _of_tokens(inputs: PolicyLossInputs, begin: int, end: int) -> PolicyLossInpu
 class _FromLogits(torch.autograd.Function):
     """Returns the loss, and in the backward the gradient of the logits that the call has computed.
 
-    The second output is empty: it leads to the logits without keeping their memory. A gradient whose graph is asked for
-    hangs on it, so that who differentiates again arrives there, and is told.
+    The second output is empty: it leads to the logits without keeping their memory. Under ``create_graph`` the gradient
+    depends on it, so that a second differentiation arrives at a node that raises.
     """
 
     @staticmethod

@@ -63,8 +63,8 @@ def is_slow(backend):
 
 
 def ways(example, gate, backend):
-    """Calls, and the inputs they are given: all that the gate takes, where calls are cheap few as well, and where they
-    are cheapest few with a penalty that has a coefficient for each token."""
+    """Calls with their inputs: all that the gate takes; few as well where calls are cheap; and few with a penalty that
+    has a coefficient for each token where they are cheapest."""
     whole = (complete, example.everything(gate))
     few = ((plain, example.needed(gate)), (complete, example.paying(gate)))
     return whole, *few[: number(backend, at_length=2, machine_code=2, emulated=1, interpreted=0)]

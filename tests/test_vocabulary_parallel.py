@@ -308,11 +308,13 @@ def expected(dtype=torch.float32):
 
 def test_a_row_of_minus_infinity_alone_has_no_gradient(backend):
     device = testing.device_of(backend)
-    logits, targets = torch.full((1, 5), -math.inf, device=device), torch.tensor([2], device=device)
-    keywords = {"first": 0, "vocabulary": 5, "backend": backend}
-    state = logprob_states.part(logits, targets, **keywords)
-    grad = logprob_states.part_gradient(logits, targets, state, torch.ones(1, device=device), **keywords)
-    assert grad.isnan().all()
+    logits, targets = torch.full((1, 2), -math.inf, device=device), torch.tensor([3], device=device)
+    keywords = {"vocabulary": 4, "backend": backend}
+    whole = logprob_states.merge([logprob_states.part(logits, targets, first=first, **keywords) for first in (0, 2)])
+    for first in (0, 2):
+        one = torch.ones(1, device=device)
+        grad = logprob_states.part_gradient(logits, targets, whole, one, first=first, **keywords)
+        assert grad.isnan().all()
 
 
 @WORLDS

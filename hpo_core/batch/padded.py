@@ -41,7 +41,7 @@ def takes_padded(
 ) -> Function:
     """The function, which then takes tensors ``[B, L]`` beside a padded ``batch``, too, and returns such.
 
-    ``names``: its parameters. ``padded``: of its result and ``(B, L)``, the result for such tensors.
+    ``names``: its parameters. ``padded(result, (B, L))``: its result ``[T]`` as one ``[B, L]``.
     """
 
     @functools.wraps(function)

@@ -70,7 +70,7 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
         self, log_weight: torch.Tensor, advantage: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """TorchRL averages what this returns over tokens or rows; the loss at each token has the loss for a mean. Each
-        rank counts its own, as there."""
+        rank counts its own tokens, as in TorchRL."""
         assert self._scored is not None
         logp, mask = self._scored
         batch = padded_rows(mask, self.gate)

@@ -124,7 +124,7 @@ def register(
     if isinstance(entropy, EntropyWindow):
         entropy = functools.partial(selected_by, entropy)
     if entropy is not None:
-        # or more processes: of the ranks nothing is known yet
+        # The number of ranks is not known yet: the check is that for several.
         check_entropy(entropy, processes=2, penalty="pass kl=" if kl is None else "")
     if entropy_penalty is not None:
         check_keywords("entropy_penalty", entropy_penalty, PENALISED)

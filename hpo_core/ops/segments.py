@@ -13,15 +13,21 @@ from .library import OPERATORS, check_offsets, check_operand, define, handed_on,
 __all__ = ["group_statistics", "recurrence", "row_counts", "row_spans"]
 
 
+def _run(op: str, like: torch.Tensor, backend: str | None, *arguments: Any) -> torch.Tensor:
+    """The op of a backend for the device of ``like``; in a trace the operator, whose last argument is the backend."""
+    result: torch.Tensor
+    if is_traced(like):
+        result = getattr(OPERATORS, op)(*arguments, backend or "")
+    else:
+        result = getattr(resolve("segments", like, backend), op)(*arguments)
+    return result
+
+
 def row_counts(
     mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None
 ) -> torch.Tensor:
-    result: torch.Tensor
-    if is_traced(cu_seqlens):
-        result = OPERATORS.row_counts(mask, cu_seqlens, total_tokens, backend or "")
-    else:
-        result = resolve("segments", cu_seqlens, backend).row_counts(mask, cu_seqlens, total_tokens)
-    return result
+    """Valid tokens of each row ``[S]`` int64."""
+    return _run("row_counts", cu_seqlens, backend, mask, cu_seqlens, total_tokens)
 
 
 define("row_counts(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
@@ -29,12 +35,7 @@ define("row_counts(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, str bac
 
 def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None) -> torch.Tensor:
     """The first offset, each row's first valid token and the one after its last, and the last offset: ``[2 S + 2]``."""
-    result: torch.Tensor
-    if is_traced(cu_seqlens):
-        result = OPERATORS.row_spans(mask, cu_seqlens, total_tokens, backend or "")
-    else:
-        result = resolve("segments", cu_seqlens, backend).row_spans(mask, cu_seqlens, total_tokens)
-    return result
+    return _run("row_spans", cu_seqlens, backend, mask, cu_seqlens, total_tokens)
 
 
 define("row_spans(Tensor mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
@@ -48,12 +49,7 @@ def group_statistics(
     backend: str | None,
 ) -> torch.Tensor:
     """Statistics of the group of every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
-    result: torch.Tensor
-    if is_traced(values):
-        result = OPERATORS.group_statistics(values, ids, weights, mask, backend or "")
-    else:
-        result = resolve("segments", values, backend).group_statistics(values, ids, weights, mask)
-    return result
+    return _run("group_statistics", values, backend, values, ids, weights, mask)
 
 
 define("group_statistics(Tensor values, Tensor? ids, Tensor? weights, Tensor? mask, str backend) -> Tensor")
@@ -63,12 +59,7 @@ def recurrence(
     values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None
 ) -> torch.Tensor:
     """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]``."""
-    result: torch.Tensor
-    if is_traced(values):
-        result = OPERATORS.recurrence(values, gains, cu_seqlens, backend or "")
-    else:
-        result = resolve("segments", values, backend).recurrence(values, gains, cu_seqlens)
-    return result
+    return _run("recurrence", values, backend, values, gains, cu_seqlens)
 
 
 define("recurrence(Tensor values, Tensor gains, Tensor cu_seqlens, str backend) -> Tensor")

@@ -56,8 +56,8 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
 def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
     """The first offset, each row's first valid token and the one after its last, and the last offset: ``[2 S + 2]``.
 
-    Both are the begin of a row without a valid token. Of a broken row they are T + 1 and -1: so the rows of these
-    offsets that end or begin there are broken, too.
+    Both are the begin of a row without a valid token. A broken row has T + 1 and -1: rows of these offsets that begin
+    or end there are broken, too.
     """
     spans = []
     for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):

@@ -366,8 +366,8 @@ struct RowSpansArgs {
   int64_t tokens, rows;
   const uint8_t* mask;  // [tokens]
   const int64_t* cu_seqlens;  // [rows + 1]
-  // [2 rows + 2]: the first offset; the first valid token of each row, and the one after its last; the last offset. Of a broken
-  // row tokens + 1 and -1, so that it and what lies beside it are broken rows.
+  // [2 rows + 2]: the first offset; the first valid token of each row, and the one after its last; the last offset. A broken
+  // row has tokens + 1 and -1: rows of these offsets that begin or end there are broken, too.
   int64_t* spans;
 };
 

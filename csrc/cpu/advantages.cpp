@@ -20,7 +20,6 @@ struct GroupTotals {
 };
 
 // The map of a group overwrites its sums.
-
 union Group {
   GroupTotals totals;
   GroupMap map;

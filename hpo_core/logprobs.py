@@ -78,7 +78,8 @@ def token_logprobs(
         targets: ``[...]`` int64 or int32. A target outside ``[0, V)`` that is not ``ignore_index`` gives NaN.
         temperature: a number above 0, or a floating-point tensor ``[...]``, one for each target; a constant of the
             differentiation. The division is in float32 or better, never in the precision of the logits.
-        ignore_index: rows with this target are not read; their results and gradients are 0.
+        ignore_index: rows with this target are not read; their results and gradients are 0, also those of a token that
+            the batch's mask counts.
         batch: a PackedBatch, or a padded mask ``[B, L]``. Its mask must leave out the first token of each row, as a
             completion mask does (or use ``batch.without_first_tokens()``), because losses count every token of it.
         entropy: whether to compute the entropy; False saves its cost.

@@ -36,7 +36,7 @@ FORWARD_MODE = (
     "not supported; use backend='reference'"
 )
 
-_NONE = -100
+_NONE = -(2**31)  # no label: one of -100 that the mask counts is an error in the data, which gives NaN
 _PER_TOKEN = (
     *("logp", "old_logp", "mask", "ref_logp", "entropy", "score", "token_mask", "token_weight", "low", "high"),
     *("penalty_mask", "kl_weight"),
@@ -78,7 +78,9 @@ def policy_loss_from_logits(
         logits: ``[T, V]`` (or ``[B, L, V]``) float32, bfloat16 or float16, as a model returns them for the batch's
             tokens: the logits of token t predict token t + 1.
         targets: ``[T]`` (or ``[B, L]``) int64 or int32, the tokens. As in :func:`token_logprobs` with ``batch=``, the
-            mask leaves out the first token of each row, and logits of tokens outside the mask are not read.
+            mask leaves out the first token of each row, and logits of tokens outside the mask are not read. A target
+            outside ``[0, V)`` that the mask counts, -100 included, is one of the ``nan_tokens``: the loss leaves it
+            out, and the gradient of its logits is NaN.
         old_logp, advantages, batch, gate, options: as in :func:`policy_loss`. The metrics hold the entropy of the
             logits, unless ``entropy=`` is given, which a ``window`` needs.
         temperature: as in :func:`token_logprobs`.
@@ -91,6 +93,7 @@ def policy_loss_from_logits(
     Raises:
         ValueError, TypeError: naming the argument. A gate with levels, or with corrections over more than tokens or on
             the current policy, is refused, because there a token's gradient depends on others: call the two functions.
+            So are ``torch.compile`` and ``torch.func``.
 
     >>> import hpo_core as hpo
     >>> logits = torch.tensor([[2.0, 1.0], [0.0, 0.0], [5.0, 5.0]], requires_grad=True)

@@ -10,7 +10,7 @@ import torch.distributed
 
 from . import ops
 from .advantages import grpo
-from .advantages.terms import accepted_keywords, gathers_units, level_of, name_of
+from .advantages.terms import accepted_keywords, check_keywords, gathers_units, level_of, name_of
 from .backends import is_reference, resolve
 from .batch import PackedBatch
 from .checks import check, require_type
@@ -206,10 +206,11 @@ def hierarchical_policy_loss(
         rewards: ``[S]``, ``[N]`` with an estimator of steps, or what the estimator takes.
         batch: with ``group_ids``, if the estimator takes them.
         advantage: an estimator, or ``functools.partial`` of one, or a function of your own. It is called with the
-            rewards and, by name, those of ``group_ids``, ``trajectory_ids`` (of steps ``[N]``), ``batch`` (of tokens)
-            and ``backend`` that it takes. What else it needs, such as ``anchor_ids``, comes with the partial;
-            ``partial(grpo, group_ids=None)`` says that the whole batch is one group, as equal ids do. It says of itself
-            what ``advantage_level`` is; of functions that say nothing it is ``"row"``.
+            rewards and, by name, those of ``group_ids``, ``batch``, ``backend`` and, at the level of steps,
+            ``trajectory_ids`` that it takes; the ids are then ``[N]``. What else it needs, such as ``anchor_ids``,
+            comes with the partial; ``partial(grpo, group_ids=None)`` says that the whole batch is one group, as equal
+            ids do. It says of itself what ``advantage_level`` is by default; of functions that say nothing it is
+            ``"row"``.
         gate: as in :func:`policy_loss`.
         options: the keywords of :func:`policy_loss`. ``threshold``: what ``window.fit`` returned for the whole
             optimiser step; here by default fitted on this batch.
@@ -222,10 +223,9 @@ def hierarchical_policy_loss(
     """
     require_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
     batch, backend = as_batch(batch), options.get("backend")
-    level = level_of(advantage)
+    level = options.get("advantage_level") or level_of(advantage)
     advantages = _advantages(advantage, level, rewards, batch, backend)
-    if options.get("advantage_level") is None:
-        options["advantage_level"] = level
+    options["advantage_level"] = level
     window, entropy, score = options.get("window"), options.get("entropy"), None
     if window is not None and options.get("threshold") is None:
         check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
@@ -242,14 +242,12 @@ def hierarchical_policy_loss(
 def _advantages(
     estimator: Callable[..., torch.Tensor], level: str, rewards: torch.Tensor, batch: PackedBatch, backend: str | None
 ) -> torch.Tensor:
-    given: dict[str, Any] = {"group_ids": batch.group_ids}
-    if level == "token":
-        given["batch"] = batch
-    elif level == "step":
-        given |= batch.ids_of_steps()
+    told: dict[str, Any] = {"group_ids": batch.group_ids, "batch": batch}
+    if level == "step":
+        told |= batch.ids_of_steps()
     if backend is not None:
-        given["backend"] = backend
-    given = accepted_keywords(estimator, **given)
+        told["backend"] = backend
+    given = accepted_keywords(estimator, **told)
     name = name_of(estimator)
     check(
         "group_ids" not in given or batch.group_ids is not None,
@@ -263,7 +261,11 @@ def _advantages(
         "on each rank alike; pass trajectory_ids [S] to PackedBatch, of other numbers on every rank",
         name,
     )
-    advantages = estimator(rewards, **given)
+    try:
+        advantages = estimator(rewards, **given)
+    except TypeError:  # Python's words do not say what there would be
+        check_keywords("advantage", estimator, list(told), f"a call of level {level!r}")
+        raise
     require_type(
         isinstance(advantages, torch.Tensor),
         "advantage: expected an estimator of one tensor, got {}; take a stream of it and call policy_loss",

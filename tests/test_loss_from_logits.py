@@ -269,6 +269,20 @@ def test_logits_that_are_not_finite(inplace, backend):
     assert one[-1][rows[:3]].isnan().all() and not one[-1][rows[4:]].isnan().any()
 
 
+def test_a_target_outside_the_vocabulary_is_no_token(backend):
+    """Neither is -100, which labels have at what the loss leaves out, where the mask counts it."""
+    logits, targets, *given = data()
+    counted = given[-1].mask.nonzero().flatten()[:3]
+    found = []
+    for target in (-100, -1, V):
+        leaf = logits.clone().requires_grad_()
+        out = hpo.policy_loss_from_logits(leaf, targets.index_fill(0, counted, target), *given, backend=backend)
+        out.loss.backward()
+        assert out.metrics["nan_tokens"] == 3 and out.logp[counted].isnan().all()
+        found.append((out.loss.detach(), leaf.grad))
+    assert all(are_same(each, found[0]) for each in found)
+
+
 @native
 def test_padded_rows_and_a_temperature_of_each_token(backend):
     """Rows of logits at strides of their own, a slice of a longer vocabulary; on-policy in place."""

@@ -290,6 +290,23 @@ def test_a_function_that_says_no_level_is_one_of_rows_unless_the_call_says():
     assert run(advantage=lambda rewards, group_ids: rewards, advantage_level="token").loss == 1
 
 
+def test_a_function_of_the_users_gets_what_it_names():
+    """The batch at every level, and ids of steps where the call says that its advantages are those of steps."""
+    batch = hpo.PackedBatch.from_lengths([2, 2], cu_steps=torch.arange(5), group_ids=torch.tensor([0, 0]))
+    run = functools.partial(hpo.hierarchical_policy_loss, torch.zeros(4), None, report=("tokens",))
+    out = run(torch.ones(2), batch, advantage=lambda rewards, batch: rewards * batch.row_counts)
+    assert out.tokens.tolist() == [-2, -2, -2, -2]
+
+    def of_steps(rewards, trajectory_ids, batch):
+        return rewards * trajectory_ids
+
+    assert run(torch.ones(4), batch, advantage=of_steps, advantage_level="step").tokens.tolist() == [0, 0, -1, -1]
+    shaped = functools.partial(hpo.entropy.edge_grpo, entropy=torch.ones(4))
+    assert run(torch.ones(2), batch, advantage=shaped).tokens.shape == (4,)
+    with pytest.raises(ValueError, match=r"^advantage: of_steps needs trajectory_ids, of which a call of level 'row'"):
+        run(torch.ones(4), batch, advantage=of_steps)
+
+
 def test_targets_have_the_level_of_the_advantages():
     """One per advantage, whatever sizes happen to be equal."""
     steps, ids = torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 3])

@@ -1,5 +1,6 @@
 """The ops in torch: autograd, transforms, compilation and operators; saved tensors, compilations and calls."""
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -352,8 +353,17 @@ def test_functional_gradients():
 
 def test_transforms_without_a_rule_say_so():
     given = inputs()
-    with pytest.raises(RuntimeError, match="vmap"):
+    with pytest.raises(RuntimeError, match=r"policy_loss: torch\.func\.vmap is not supported; call the loss once"):
         torch.func.vmap(given.loss)(torch.stack((given.logp, given.logp)))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated, and tells each check of a shape
+def test_a_trace_records_the_loss():
+    given, other = inputs(), inputs()
+    traced = torch.jit.trace(given.loss, given.leaf(), check_trace=False)
+    leaf = (other.logp - 0.1).requires_grad_()
+    (got,) = torch.autograd.grad(traced(leaf), leaf)
+    assert torch.equal(got, gradient(lambda logp: given.loss(logp - 0.1), other))
 
 
 FORWARD_MODE = "forward-mode derivatives .* are not supported"
@@ -362,9 +372,10 @@ FORWARD_MODE = "forward-mode derivatives .* are not supported"
 def test_forward_mode_is_refused_by_name():
     """An incoming tangent would be lost, of logp and, like a gradient, of constants."""
     given = inputs()
-    for transform in (torch.func.jacfwd(given.loss), lambda logp: torch.func.jvp(given.loss, (logp,), (logp,))):
-        with pytest.raises(RuntimeError, match="vmap" if transform.__name__ == "wrapper_fn" else FORWARD_MODE):
-            transform(given.logp)
+    of_one_tangent = functools.partial(torch.func.jvp, given.loss, (given.logp,), (given.logp,))
+    for transform in (torch.func.jacfwd, torch.func.hessian, lambda _: lambda _: of_one_tangent()):
+        with pytest.raises(RuntimeError, match=FORWARD_MODE):
+            transform(given.loss)(given.logp)
     with forward_ad.dual_level():
         for logp in (given.logp, given.leaf()):
             with pytest.raises(RuntimeError, match=FORWARD_MODE):

@@ -194,7 +194,7 @@ def keeps(first_order):
     ]
 
 
-@of_every_gate(keeps([FirstOrder.EXACT]))
+@of_every_gate(keeps([FirstOrder.EXACT, FirstOrder.TARGET]))
 def test_on_policy_the_gradient_is_minus_w_a(name, native_backends):
     """To the bit, with every input that leaves it so, and +0 for tokens that are not selected."""
     gate = CATALOGUE[name]
@@ -257,6 +257,7 @@ def test_on_policy_a_gate_without_residual_gives_its_segment_the_mean(name, nati
 
 def test_gates_that_drop_the_residual_say_so():
     """What the tests above go by."""
+    assert {gate.first_order for gate in (hpo.gates.bpo(), hpo.gates.gbpo())} == {FirstOrder.TARGET}
     first_order = {name: CATALOGUE[f"hierarchy: {name}"].first_order for name in ("step_gspo", "sums", "score")}
     assert first_order == {
         "step_gspo": FirstOrder.SEGMENT_MEAN, "sums": FirstOrder.SEGMENT_SUM, "score": FirstOrder.EXACT

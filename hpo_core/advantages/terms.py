@@ -28,6 +28,7 @@ __all__ = [
     "check_compat",
     "check_eps",
     "check_estimator",
+    "check_keywords",
     "combine",
     "estimator",
     "gathers_units",
@@ -182,16 +183,21 @@ def accepted_keywords(estimator: Callable[..., Any], **given: Any) -> dict[str, 
 def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
     """That rewards and what else is ``known`` suffice to call an estimator, where ``source`` says no more."""
     inner = getattr(estimator, "func", estimator)
-    said = getattr(inner, "__name__", "it")
-    first, *others = inspect.signature(estimator).parameters.values()
+    first = next(iter(inspect.signature(estimator).parameters))
     check(
-        not hasattr(inner, "provenance") or first.name in ("rewards", "token_rewards", "step_rewards"),
+        not hasattr(inner, "provenance") or first in ("rewards", "token_rewards", "step_rewards"),
         "{}: {} takes {} where {} has rewards; wrap it in a function of rewards and group_ids",
         name,
-        said,
-        first.name,
+        name_of(estimator),
+        first,
         source,
     )
+    check_keywords(name, estimator, known, source)
+
+
+def check_keywords(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
+    """That what is ``known`` suffices to call an estimator, besides the rewards."""
+    _, *others = inspect.signature(estimator).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needs = [each.name for each in others if each.default is inspect.Parameter.empty and each.kind in named]
     missing = [need for need in needs if need not in known]
@@ -199,7 +205,7 @@ def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[st
         not missing,
         "{}: {} needs {}, of which {} says nothing; fix it with functools.partial, or wrap it",
         name,
-        said,
+        name_of(estimator),
         ", ".join(missing),
         source,
     )

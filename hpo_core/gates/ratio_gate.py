@@ -113,6 +113,7 @@ class FirstOrder(enum.Enum):
     SEGMENT_MEAN = "the mean of -w A over the token's segment of the finest level"
     SEGMENT_SUM = "the sum of -w A over the token's segment of the finest level"
     SCALED = "-w A times a factor that depends on the sign of A"
+    TARGET = "w abs(A) towards the target, which is -w A where the target lies on A's side of 1"
 
 
 @dataclass(frozen=True, repr=False)
@@ -290,10 +291,11 @@ class RatioGate(Short):
 
     @property
     def first_order(self) -> FirstOrder:
-        """Which promise the on-policy gradient of the policy term keeps, where no correction takes the token out; under
-        Head.TARGET where the target lies on A's side of 1."""
+        """Which promise the on-policy gradient of the policy term keeps, where no correction takes the token out."""
         if self.head is Head.NEGATIVE_AWARE or self.advantage_weights != (1.0, 1.0):
             return FirstOrder.SCALED
+        if self.head is Head.TARGET:
+            return FirstOrder.TARGET
         if self.head in _OWN_GRADIENT or not isinstance(self.token, Drop) or self.levels[0].routing is Routing.SELF:
             return FirstOrder.EXACT
         return FirstOrder.SEGMENT_SUM if self.levels[0].aggregate is Aggregate.SUM else FirstOrder.SEGMENT_MEAN

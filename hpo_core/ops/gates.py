@@ -50,6 +50,7 @@ FORWARD_MODE = (
     "hpo_core.policy_loss: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are not supported; "
     "use backend='reference', or (policy_loss_and_grad(...).grad * tangent).sum()"
 )
+VMAP = "hpo_core.policy_loss: torch.func.vmap is not supported; call the loss once for each batch"
 TRANSFORM_IN_COMPILED = (
     "hpo_core.policy_loss: torch.func transforms of this loss inside torch.compile are not supported; take the "
     "transform out of the compiled function, or call policy_loss_and_grad there"
@@ -162,6 +163,14 @@ class _PolicyLossInTransform(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
         return _scaled(ctx, loss_gradient, grad_gradient), None, None
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        raise RuntimeError(FORWARD_MODE)
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        raise RuntimeError(VMAP)
 
 
 def _remember(ctx: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:

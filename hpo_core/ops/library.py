@@ -45,6 +45,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tracer, a transform, a dispatch mode or the tensor's own class must see the call."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._is_tracing()  # by torch.jit.trace, which records operators alone
         or type(tensor) not in _PLAIN
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()

@@ -109,7 +109,7 @@ def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Ten
     if of_gate.token_weight is not None:
         of_gate = of_gate._replace(token_weight=torch.ones_like(of_gate.token_weight))
         example = example._replace(keywords=example.keywords | {"gate_inputs": of_gate})
-    if example.gate.first_order in (FirstOrder.SCALED, FirstOrder.SEGMENT_SUM):
+    if example.gate.first_order in (FirstOrder.SCALED, FirstOrder.SEGMENT_SUM, FirstOrder.TARGET):
         raise Inapplicable(f"the gate promises {example.gate.first_order.value}")
     if example.gate.penalty is Penalty.K1:
         raise Inapplicable("the gate's own penalty has a gradient on-policy")

@@ -24,8 +24,6 @@ import torch
 
 from .native import Native
 
-__all__ = ["Availability", "backends", "choice", "is_reference", "resolve"]
-
 OPS = ("segments", "advantages", "entropy", "scopes", "gates", "corrections", "logprobs", "loss_from_logits")
 
 # The backends of CUDA tensors without a request, in order of preference. The order of an entry changes only with a

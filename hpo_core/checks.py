@@ -11,25 +11,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = [
-    "as_constant",
-    "check",
-    "check_device",
-    "check_dtype",
-    "check_precision",
-    "check_real",
-    "check_rows",
-    "check_shape",
-    "check_shape_of_tokens",
-    "check_tokens",
-    "check_units",
-    "checked_constant",
-    "examined",
-    "has_tangent",
-    "is_traced",
-    "require_type",
-]
-
 Tensor = torch.Tensor
 is_compiling = torch.compiler.is_compiling
 

@@ -25,8 +25,6 @@ from .support import LOGITS
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["PolicyLossFromLogits", "policy_loss_from_logits"]
-
 SECOND_DERIVATIVE = (
     "hpo_core.policy_loss_from_logits: second derivatives are not supported (the call keeps the gradient, not a "
     "graph); use backend='reference' to differentiate twice"

@@ -15,8 +15,6 @@ from ..specs import Action, Head, Reduction, Statistic, Unit
 from .ratio_gate import Channel, Clip, Correction, RatioGate
 from .token_level import ppo_clip, triplet_clip
 
-__all__ = ["compose", "decoupled", "dppo_kl", "dppo_tv", "hispo", "icepop", "mis", "opsm", "tis"]
-
 
 @examines
 def compose(gate: RatioGate, *corrections: Correction) -> RatioGate:

@@ -10,8 +10,6 @@ from ..specs import Unit
 from .ratio_gate import Drop, Level, LogClip, Provenance, RatioGate, Rollback
 from .token_level import _pessimistic
 
-__all__ = ["fiberpo", "step_gspo"]
-
 
 @examines
 def step_gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:

@@ -7,8 +7,6 @@ from ..checks import check
 from ..specs import Head, Penalty
 from .ratio_gate import Drop, Identity, RatioGate
 
-__all__ = ["bpo", "dro", "gbpo", "kimi", "kl_cov", "m2po", "nft", "opmd", "ppo_penalty", "sapo", "spo"]
-
 
 @examines
 def sapo(positive: float = 1.0, negative: float = 1.05) -> RatioGate:

@@ -10,8 +10,6 @@ from ..specs import Action, Aggregate, Head, Routing
 from .ratio_gate import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip, RatioGate
 from .token_level import _pessimistic, check_epsilons
 
-__all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "luspo", "rec", "rec_ring", "topr", "vespo"]
-
 
 @examines
 def gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:

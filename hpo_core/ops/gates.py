@@ -40,8 +40,6 @@ from .library import (
     register,
 )
 
-__all__ = ["INPUTS", "SECOND_DERIVATIVE", "check_inputs", "policy_loss", "policy_loss_and_grad"]
-
 SECOND_DERIVATIVE = (
     "hpo_core.policy_loss: second derivatives are not supported (the backward holds dL/dlogp, not a graph); "
     "use backend='reference' to differentiate twice"

@@ -20,8 +20,6 @@ from ..specs import LogitRows
 from .library import LIBRARY, OPERATORS, check_native, check_operand, define, is_traced, not_differentiable, register
 from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, merged, shared
 
-__all__ = ["LinearRows", "linear_token_logprobs"]
-
 SECOND_DERIVATIVE = (
     "hpo_core.linear_token_logprobs: second derivatives are not supported (the backward makes the logits again, and no "
     "graph); use backend='reference' to differentiate twice"

@@ -14,8 +14,6 @@ from ..checks import check, has_tangent
 from ..specs import LogitRows
 from .logprobs import FORWARD_MODE, gradient, readable, save
 
-__all__ = ["LogprobState", "finished", "folded", "inverse_of", "mapped", "merged", "over_ranks", "part", "shared"]
-
 
 class LogprobState(NamedTuple):
     """The state of rows of logits over a part of the vocabulary; each field has the shape ``[...]`` of the targets.

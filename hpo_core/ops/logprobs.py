@@ -12,8 +12,6 @@ from ..checks import check, check_dtype, has_tangent
 from ..specs import LogitRows
 from .library import LIBRARY, OPERATORS, check_native, check_operand, define, is_traced, not_differentiable, register
 
-__all__ = ["backward", "gradient", "readable", "save", "token_logprobs"]
-
 SECOND_DERIVATIVE = (
     "hpo_core.token_logprobs: second derivatives are not supported (the backward keeps three numbers a row, not a "
     "graph); use backend='reference' to differentiate twice"

@@ -25,23 +25,6 @@ from ..specs import OrderRule
 from .budget import MARGIN
 from .layouts import Layout, random_layout, row_of_tokens, valid_tokens
 
-__all__ = [
-    "FEATURES",
-    "MaskExample",
-    "PolicyLossExample",
-    "RewardsExample",
-    "ScoresExample",
-    "WindowExample",
-    "check_features",
-    "device_of",
-    "move",
-    "random_policy_loss",
-    "random_rewards",
-    "random_scores",
-    "random_steps",
-    "random_window",
-]
-
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 # ------------------------------------------------------------------------------------------------------ policy losses

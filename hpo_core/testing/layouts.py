@@ -10,8 +10,6 @@ from ..arguments import examines
 from ..batch import PackedBatch
 from ..reference.segments import row_of_token
 
-__all__ = ["Layout", "random_batch", "random_layout", "row_of_tokens", "valid_tokens"]
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -272,3 +272,12 @@ def as_constant(
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode derivatives go through the tensor. Inside a level of them the call takes microseconds."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def refuse_tangent(function: str, tensor: torch.Tensor, other: str = "") -> None:
+    """Raise ``RuntimeError`` if forward-mode derivatives go through a tensor of a function without them."""
+    if has_tangent(tensor):
+        raise RuntimeError(
+            f"hpo_core.{function}: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are not "
+            f"supported; use backend='reference'{other}"
+        )

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ..backends import is_reference, resolve
-from ..checks import check, check_dtype, check_shape, has_tangent
+from ..checks import check, check_dtype, check_shape, refuse_tangent
 from ..metrics import SLOTS
 from ..specs import (
     MOST_ROW_CORRECTIONS,
@@ -44,10 +43,6 @@ SECOND_DERIVATIVE = (
     "hpo_core.policy_loss: second derivatives are not supported (the backward holds dL/dlogp, not a graph); "
     "use backend='reference' to differentiate twice"
 )
-FORWARD_MODE = (
-    "hpo_core.policy_loss: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are not supported; "
-    "use backend='reference', or (policy_loss_and_grad(...).grad * tangent).sum()"
-)
 TRANSFORM_IN_COMPILED = (
     "hpo_core.policy_loss: torch.func transforms of this loss inside torch.compile are not supported; take the "
     "transform out of the compiled function, or call policy_loss_and_grad there"
@@ -66,8 +61,7 @@ def policy_loss(
     """Loss (differentiable in ``inputs.logp``), metrics vector, and loss_t in the shape of logp if wanted; not for the
     reference backend. ``exchange``: only where nothing is :func:`is_traced`."""
     logp = inputs.logp
-    if forward_ad._current_level >= 0 and has_tangent(logp):
-        raise RuntimeError(FORWARD_MODE)
+    refuse_tangent("policy_loss", logp, ", or (policy_loss_and_grad(...).grad * tangent).sum()")
     want_grad = logp.requires_grad and torch.is_grad_enabled()
     if not is_traced(logp):
         run = resolve("gates", logp, backend).policy_loss

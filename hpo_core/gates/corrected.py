@@ -12,7 +12,8 @@ from dataclasses import replace
 from ..arguments import examines
 from ..checks import check
 from ..specs import Action, Head, Reduction, Statistic, Unit
-from .ratio_gate import Channel, Clip, Correction, RatioGate
+from .parts import Channel, Clip, Correction
+from .ratio_gate import RatioGate
 from .token_level import ppo_clip, triplet_clip
 
 

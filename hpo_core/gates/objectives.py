@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..arguments import examines
 from ..checks import check
 from ..specs import Head, Penalty
-from .ratio_gate import Drop, Identity, RatioGate
+from .parts import Drop, Identity
+from .ratio_gate import RatioGate
 
 
 @examines

@@ -7,7 +7,8 @@ import math
 from ..arguments import examines
 from ..checks import check
 from ..specs import Action, Aggregate, Head, Routing
-from .ratio_gate import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip, RatioGate
+from .parts import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip
+from .ratio_gate import RatioGate
 from .token_level import _pessimistic, check_epsilons
 
 

@@ -15,17 +15,6 @@ import torch.distributed
 
 from .checks import check, examined, is_traced, require_type
 
-__all__ = [
-    "check_flag",
-    "check_group",
-    "check_member",
-    "check_numbers",
-    "constant",
-    "constants",
-    "examines",
-    "is_finite",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
 is_compiling = torch.compiler.is_compiling

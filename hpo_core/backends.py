@@ -17,14 +17,11 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from .native import Native
-
-__all__ = ["Availability", "backends", "choice", "is_reference", "resolve"]
 
 OPS = ("segments", "advantages", "entropy", "scopes", "gates", "corrections", "logprobs", "loss_from_logits")
 
@@ -227,13 +224,8 @@ def _native(name: str) -> Native:
     return Native(importlib.import_module(f"hpo_core._{name}"), on_cuda=name == "cuda")
 
 
-def _load_reference(op: str) -> Any:
-    module = importlib.import_module(f"hpo_core.reference.{op}")
-    return SimpleNamespace(**{name: getattr(module, name) for name in module.__all__})
-
-
 _LOADERS: dict[str, Callable[[str], Any]] = {
-    "reference": _load_reference,
+    "reference": lambda op: importlib.import_module(f"hpo_core.reference.{op}"),
     "cpu": lambda op: _native("cpu"),
     "triton": lambda op: importlib.import_module(f"hpo_core._triton.{op}"),
     "cuda": lambda op: _native("cuda"),

@@ -11,25 +11,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = [
-    "as_constant",
-    "check",
-    "check_device",
-    "check_dtype",
-    "check_precision",
-    "check_real",
-    "check_rows",
-    "check_shape",
-    "check_shape_of_tokens",
-    "check_tokens",
-    "check_units",
-    "checked_constant",
-    "examined",
-    "has_tangent",
-    "is_traced",
-    "require_type",
-]
-
 Tensor = torch.Tensor
 is_compiling = torch.compiler.is_compiling
 
@@ -291,3 +272,16 @@ def as_constant(
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode derivatives go through the tensor. Inside a level of them the call takes microseconds."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def refuse_tangent(function: str, tensor: torch.Tensor) -> None:
+    """Raise ``RuntimeError`` if forward-mode derivatives go through a tensor of a function without them."""
+    if has_tangent(tensor):
+        raise no_forward_mode(function)
+
+
+def no_forward_mode(function: str) -> RuntimeError:
+    return RuntimeError(
+        f"hpo_core.{function}: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are not "
+        "supported; use backend='reference'"
+    )

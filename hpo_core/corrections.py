@@ -16,8 +16,6 @@ from .metrics import Metrics, empty_metrics, observed
 from .segment_exchange import reduce_over_ranks
 from .specs import MOST_ROW_CORRECTIONS, PolicyLossInputs, PolicyLossSpec, Unit
 
-__all__ = ["corrected"]
-
 _OBSERVER = gates.reinforce().spec()
 
 

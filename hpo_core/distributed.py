@@ -16,8 +16,6 @@ import torch.distributed
 
 from .checks import check, require_type
 
-__all__ = ["common_ids", "gather", "merged", "ranks", "spanned", "sum_of_ranks"]
-
 Group = torch.distributed.ProcessGroup
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -25,8 +25,6 @@ from .reference.hierarchy import aggregate_of
 from .segment_exchange import SegmentExchange
 from .specs import LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Unit
 
-__all__ = ["REGIONS", "LevelMetrics", "observed_levels", "slots"]
-
 # The regions of a gate that a residual can be in, in the order of the codes of _region.
 REGIONS = ("pass", "clip_low", "clip_high", "rollback", "zero")
 _PASS, _CLIP_LOW, _CLIP_HIGH, _ROLLBACK, _ZERO = range(len(REGIONS))

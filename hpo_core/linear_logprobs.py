@@ -17,8 +17,6 @@ from .specs import LogitRows
 from .support import LOGITS, checked_temperature
 from .vocabulary_parallel import Group, Sizes, all_rows, check_shards, recognises_shards, shards
 
-__all__ = ["linear_token_logprobs"]
-
 # Rows and columns of a block of logits by device: 16 MiB on the CPU, where the last-level cache holds the block and its
 # products lose a few percent; 128 MiB on a GPU, which keep a large one busy.
 _BLOCKS = {"cpu": (512, 8192), "cuda": (4096, 8192)}

@@ -17,8 +17,6 @@ from .specs import LogitRows
 from .support import LOGITS, TEMPERATURE, among_ids, check_logits, check_of_rows
 from .vocabulary_parallel import Group, Shards, Sizes, all_rows, check_shards, recognises_shards, shards
 
-__all__ = ["TokenLogprobs", "TokenStatistics", "token_logprobs", "token_statistics"]
-
 
 class TokenLogprobs(NamedTuple):
     """The result, in the shape of the targets: ``logp``, and ``entropy`` in nats (None with ``entropy=False``)."""

@@ -10,7 +10,7 @@ import torch
 from . import ops
 from .backends import is_reference, resolve
 from .batch import PackedBatch
-from .checks import check, check_dtype, examined, has_tangent
+from .checks import check, check_dtype, examined, refuse_tangent
 from .gates import Channel, RatioGate
 from .logprobs import checked_call, token_logprobs
 from .losses import policy_loss
@@ -25,15 +25,9 @@ from .support import LOGITS
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["PolicyLossFromLogits", "policy_loss_from_logits"]
-
 SECOND_DERIVATIVE = (
     "hpo_core.policy_loss_from_logits: second derivatives are not supported (the call keeps the gradient, not a "
     "graph); use backend='reference' to differentiate twice"
-)
-FORWARD_MODE = (
-    "hpo_core.policy_loss_from_logits: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are "
-    "not supported; use backend='reference'"
 )
 
 _NONE = -(2**31)  # no label: one of -100 that the mask counts is an error in the data, which gives NaN
@@ -118,8 +112,7 @@ def policy_loss_from_logits(
             options["entropy"] = entropy.detach()
         loss, metrics, *_ = policy_loss(logp, old_logp, advantages, batch, gate, **options)
         return PolicyLossFromLogits(loss, metrics, logp.detach(), entropy.detach())
-    if has_tangent(logits):
-        raise RuntimeError(FORWARD_MODE)
+    refuse_tangent("policy_loss_from_logits", logits)
     check(
         not ops.is_traced(logits),
         "logits: expected an eager call, got one in torch.compile, a dispatch mode or torch.func; call token_logprobs "

@@ -26,15 +26,6 @@ from .specs import PolicyLossInputs, PolicyLossSpec
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "PolicyLoss",
-    "PolicyLossAndGrad",
-    "PolicyLossOptions",
-    "hierarchical_policy_loss",
-    "policy_loss",
-    "policy_loss_and_grad",
-]
-
 
 class PolicyLoss(NamedTuple):
     """The result: ``loss`` 0-dim, differentiable in logp; ``metrics`` still on the device; where ``report`` asks for

@@ -17,8 +17,6 @@ import torch.distributed
 from .arguments import examines
 from .checks import check
 
-__all__ = ["SLOTS", "Metrics"]
-
 # name -> reduction. The order is that of csrc/include/hpo/metrics.h; a test compares the two.
 SLOTS: dict[str, str] = {
     "tokens": "sum",  # valid tokens

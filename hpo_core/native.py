@@ -36,8 +36,6 @@ from .specs import (
     rows_as_weights,
 )
 
-__all__ = ["Native"]
-
 
 def _rows(cu_seqlens: torch.Tensor | None) -> int:
     return 0 if cu_seqlens is None else cu_seqlens.numel() - 1

@@ -21,8 +21,6 @@ from .metrics import Metrics
 from .segment_exchange import SegmentExchange, exchange_of
 from .specs import PolicyLossInputs, PolicyLossSpec
 
-__all__ = ["PolicyLossOptions", "Prepared", "Report", "as_batch", "prepare"]
-
 Report = Collection[Literal["tokens", "levels", "corrections"]]
 
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)

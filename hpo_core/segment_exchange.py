@@ -23,8 +23,6 @@ from .distributed import Group, gather
 from .reference.terms import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
 
-__all__ = ["SegmentExchange", "exchange_of", "reduce_over_ranks"]
-
 _FIXED_POINT = 2.0**32  # of Exchange.sums
 _LARGEST = 2.0**62  # of an integer there
 

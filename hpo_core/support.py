@@ -14,17 +14,6 @@ from .checks import check, check_device, check_dtype, check_shape, examined, has
 from .ops import is_traced
 from .ops.library import OPERATORS, check_operand, define, register
 
-__all__ = [
-    "LOGITS",
-    "TEMPERATURE",
-    "Setting",
-    "among_ids",
-    "check_logits",
-    "check_of_rows",
-    "checked_temperature",
-    "support_floor",
-]
-
 LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST = torch.finfo(torch.float32).tiny
 _CHUNK = 2**22  # logits that are processed together

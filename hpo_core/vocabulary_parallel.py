@@ -15,8 +15,6 @@ from .arguments import check_group
 from .checks import check
 from .distributed import gather
 
-__all__ = ["Group", "Shards", "Sizes", "all_rows", "check_shards", "recognises_shards", "shards"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 Group = torch.distributed.ProcessGroup
 Sizes = Sequence[int] | None

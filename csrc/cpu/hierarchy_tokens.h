@@ -237,7 +237,6 @@ struct BlockGate {
   int64_t row;
   TokenTerms& terms;
   FlowLanes& lanes;
-  static constexpr bool values_by_row = false;
 
   GateCounts operator()(const Call& call, int64_t first, int n, const Segments&, Tile& tile, const float* coefficient,
                         float* loss, float* grad) const {

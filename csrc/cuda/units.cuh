@@ -22,9 +22,6 @@ struct Pack {
 HPO_INLINE int64_t tiles_of(int64_t tokens) { return (tokens + kTile - 1) / kTile; }
 HPO_INLINE int64_t units_of(int64_t tokens, int64_t rows) { return rows + tiles_of(tokens); }
 
-// The unit of the first further tile of a row.
-HPO_INLINE int further_unit(const Pack& pack, int64_t row_begin) { return pack.rows + int(row_begin / kTile); }
-
 // The row that contains `token`, if one does and offsets ascend; 32 probes a step. `ascending` becomes false if the probes
 // show that offsets do not ascend; up to 32 rows all offsets are probed. The read-only path is not for them: the offsets of
 // leaves may be a list that the same launch has made.

@@ -162,7 +162,6 @@ inline float fast_exp2(float x) {
 }
 }  // namespace hpo
 inline void __threadfence() { hpo::emulation::fence(); }
-inline void __threadfence_block() { hpo::emulation::perhaps_yield(); }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, HPO_SITE) {
   return hpo::emulation::ballot(mask, predicate != 0, site);

@@ -39,20 +39,10 @@ struct alignas(16) hpo_quadruple {
   }
 };
 using float2 = hpo_pair<float, 8>;
-using double2 = hpo_pair<double, 16>;
-using int2 = hpo_pair<int, 8>;
-using uint2 = hpo_pair<unsigned, 8>;
-using longlong2 = hpo_pair<long long, 16>;
 using float4 = hpo_quadruple<float>;
-using int4 = hpo_quadruple<int>;
 using uint4 = hpo_quadruple<unsigned>;
 
-inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline double2 make_double2(double x, double y) { return {x, y}; }
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 // The bits of one type as another of the same size.
@@ -67,8 +57,6 @@ inline int __float_as_int(float x) { return hpo_bit_cast<int>(x); }
 inline unsigned __float_as_uint(float x) { return hpo_bit_cast<unsigned>(x); }
 inline float __int_as_float(int x) { return hpo_bit_cast<float>(x); }
 inline float __uint_as_float(unsigned x) { return hpo_bit_cast<float>(x); }
-inline long long __double_as_longlong(double x) { return hpo_bit_cast<long long>(x); }
-inline double __longlong_as_double(long long x) { return hpo_bit_cast<double>(x); }
 
 // The type is trivial, so that shared arrays and unions can hold it.
 struct __nv_bfloat16 {
@@ -79,14 +67,12 @@ inline __nv_bfloat16 __float2bfloat16(float x) {
   const unsigned bits = __float_as_uint(x);
   return {uint16_t(x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16)};  // to nearest, ties to even
 }
-inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __float2bfloat16(x); }
 
 struct __half {
   uint16_t bits;
 };
 inline float __half2float(__half x) { return float(hpo_bit_cast<_Float16>(x)); }
 inline __half __float2half(float x) { return hpo_bit_cast<__half>(_Float16(x)); }
-inline __half __float2half_rn(float x) { return __float2half(x); }
 
 // Pairs. If one of two numbers is NaN, __hmax2 returns the other, and __hmin2_nan returns NaN.
 struct __nv_bfloat162 {
@@ -125,21 +111,8 @@ T max(T a, T b) {
   return a < b ? b : a;
 }
 inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
-inline float __fdividef(float x, float y) { return x / y; }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fsub_rn(float x, float y) { return x - y; }
-inline float __fmul_rn(float x, float y) { return x * y; }
-inline float __fdiv_rn(float x, float y) { return x / y; }
-inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
-inline float __fsqrt_rn(float x) { return std::sqrt(x); }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline int __float2int_rn(float x) { return int(std::rint(x)); }
-inline int __float2int_rd(float x) { return int(std::floor(x)); }
-inline int __float2int_rz(float x) { return int(x); }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }

@@ -15,8 +15,6 @@ from .flat import grpo, whiten
 from .selection import ordered
 from .terms import as_advantages, estimator, known, members_of, scorable
 
-__all__ = ["BetaTracker", "GroupHistory", "dcpo", "de_grpo", "poise", "spo_single_stream"]
-
 
 class BetaTracker(NamedTuple):
     """What is remembered of each prompt's success rate: alpha and beta of a Beta distribution, ``[P]`` float32 each.

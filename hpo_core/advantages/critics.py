@@ -14,8 +14,6 @@ from .flat import whiten
 from .returns import check_discounts, generalised_advantages
 from .terms import Term, as_advantages, combine, estimator, known
 
-__all__ = ["HierarchicalAdvantages", "archer_td", "hiper", "hiper_rewards", "step_gae"]
-
 
 @estimator(Provenance.VERIFIED, level="step", tables=True)
 def step_gae(

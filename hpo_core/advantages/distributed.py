@@ -15,8 +15,6 @@ from ..checks import check, require_type
 from ..distributed import gather, spanned
 from .terms import level_of, name_of, takes_tables
 
-__all__ = ["over_ranks"]
-
 
 def over_ranks(
     estimator: Callable[..., torch.Tensor],

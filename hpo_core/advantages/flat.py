@@ -39,8 +39,6 @@ from .terms import (
     total,
 )
 
-__all__ = ["dgpo", "dr_grpo", "gpg", "grpo", "lite_ppo", "maxrl", "opo", "reinforce_pp_baseline", "rloo", "whiten"]
-
 _EPS_MODES = {"add": EpsMode.ADD, "sqrt": EpsMode.SQRT, "floor": EpsMode.FLOOR}
 
 

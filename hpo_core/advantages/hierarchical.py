@@ -36,8 +36,6 @@ from .terms import (
     scorable,
 )
 
-__all__ = ["dr_mas", "flow_grpo", "gigpo", "hbpo", "hgpo", "m_grpo", "peco", "stratified"]
-
 
 @estimator(Provenance.VERIFIED, level="step", tables=True)
 def gigpo(

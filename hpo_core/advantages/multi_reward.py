@@ -13,8 +13,6 @@ from ..specs import GroupTerm, Provenance, Share
 from .flat import grpo, whiten
 from .terms import Term, as_advantages, check_channels, combine, estimator, grouped, keeps_singletons
 
-__all__ = ["dvao", "gdpo", "hila", "tool_star", "vpo"]
-
 
 @estimator(Provenance.PAPER, multi_reward=True, tables=True)
 def dvao(

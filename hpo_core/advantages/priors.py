@@ -14,8 +14,6 @@ from ..checks import check, check_units
 from ..specs import GroupTerm, Provenance, Scale
 from .terms import Term, as_advantages, check_eps, combine, estimator, keeps_singletons, known, members_of, total
 
-__all__ = ["bnpo", "ngrpo", "v05"]
-
 
 @estimator(Provenance.VERIFIED, tables=True)
 def bnpo(

@@ -13,8 +13,6 @@ from .flat import grpo
 from .selection import ordered
 from .terms import as_advantages, check_eps, estimator, scorable
 
-__all__ = ["arena", "g2rpo", "grpo_passk", "mc_grpo", "mc_grpo_samples", "pass_at_k"]
-
 
 @estimator(Provenance.VERIFIED)
 def g2rpo(

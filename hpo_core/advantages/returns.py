@@ -8,15 +8,6 @@ from ..arguments import constants, examines
 from ..checks import check, check_units
 from ..segments import Chains, chains, recurrence
 
-__all__ = [
-    "check_discounts",
-    "discounted_returns",
-    "episode_returns",
-    "generalised_advantages",
-    "once",
-    "returns_along",
-]
-
 
 @examines
 @constants

@@ -12,8 +12,6 @@ from ..specs import Provenance
 from .flat import grpo
 from .terms import as_advantages, estimator, members_of
 
-__all__ = ["craft_gui", "datarus", "v05_samples"]
-
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)
 def craft_gui(

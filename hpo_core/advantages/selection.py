@@ -14,8 +14,6 @@ from ..segments import Chains, chains, statistics
 from ..specs import Provenance
 from .terms import estimator, scorable
 
-__all__ = ["d3s_samples", "ordered", "pf_ppo", "swarm_samples"]
-
 _ROUNDING = 1e-12  # of the variance of numbers in [0, 1]
 
 

@@ -12,8 +12,6 @@ from ..specs import Provenance
 from .flat import grpo
 from .terms import as_advantages, estimator, grouped, known, scorable
 
-__all__ = ["adora", "aspo_shaping", "icpo", "negative_sample", "positive_sample"]
-
 
 @estimator(Provenance.VERIFIED, tables=True)
 def icpo(

@@ -10,8 +10,6 @@ from ..specs import Center, GroupTerm, Provenance, Scale
 from .returns import once
 from .terms import Term, among, as_advantages, check_eps, combine, estimator, scale_of, scorable
 
-__all__ = ["sgrpo", "sgrpo_hierarchical_sum", "sgrpo_reward_sum"]
-
 
 @estimator(Provenance.VERIFIED)
 def sgrpo(

@@ -19,32 +19,6 @@ from ..reference.advantages import group_normalise
 from ..segments import GroupStatistics, statistics
 from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Scale, Share
 
-__all__ = [
-    "Term",
-    "accepted_keywords",
-    "among",
-    "as_advantages",
-    "check_channels",
-    "check_compat",
-    "check_eps",
-    "check_estimator",
-    "check_keywords",
-    "combine",
-    "estimator",
-    "gathers_units",
-    "grouped",
-    "is_multi_reward",
-    "keeps_singletons",
-    "known",
-    "level_of",
-    "members_of",
-    "name_of",
-    "scale_of",
-    "scorable",
-    "takes_tables",
-    "total",
-]
-
 Estimator = TypeVar("Estimator", bound=Callable[..., Any])
 
 

@@ -18,8 +18,6 @@ from .flat import whiten
 from .returns import check_discounts, generalised_advantages
 from .terms import as_advantages, estimator, grouped, known, scorable
 
-__all__ = ["hicra", "otb", "reinforce_pp", "remax", "rl_zvp", "t_ppo", "tir_otb", "token_gae"]
-
 
 @estimator(Provenance.VERIFIED, level="token")
 def reinforce_pp(

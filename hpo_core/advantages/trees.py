@@ -14,8 +14,6 @@ from .flat import grpo, whiten
 from .returns import once
 from .terms import Term, among, as_advantages, check_compat, combine, estimator, grouped, keeps_singletons, scorable
 
-__all__ = ["mars2", "rose", "rose_length_penalty", "treepo", "treepo_segments"]
-
 
 @estimator(Provenance.VERIFIED, tables=True)
 def treepo(

@@ -12,8 +12,6 @@ from ..checks import check, check_dtype, check_shape
 if TYPE_CHECKING:
     from .packed import PackedBatch
 
-__all__ = ["MicroBatch", "as_indices", "indices_of", "part_of", "parts_of"]
-
 _INTEGERS = (torch.int32, torch.int64)
 
 

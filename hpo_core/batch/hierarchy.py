@@ -13,8 +13,6 @@ from ..specs import Unit
 if TYPE_CHECKING:
     from .packed import PackedBatch
 
-__all__ = ["Hierarchy", "LeafTables", "hierarchy_of", "renumber", "row_counts", "trajectories_of"]
-
 
 class Hierarchy(NamedTuple):
     """P leaves: the steps if a level is finer than rows, else the rows."""

@@ -12,8 +12,6 @@ from ..checks import check, check_device, check_real, check_shape, check_shape_o
 if TYPE_CHECKING:
     from .packed import PackedBatch
 
-__all__ = ["at_level"]
-
 _LEVELS = ("token", "step", "row", "trajectory", "group", "domain")
 
 

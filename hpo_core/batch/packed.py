@@ -16,8 +16,6 @@ from .hierarchy import Hierarchy, LeafTables, hierarchy_of, row_counts, trajecto
 from .levels import at_level
 from .structure import as_bool, check_structure, checked_tensors
 
-__all__ = ["PackedBatch"]
-
 _STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
 
 

@@ -11,8 +11,6 @@ import torch
 from ..checks import examined
 from .packed import PackedBatch
 
-__all__ = ["takes_padded"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

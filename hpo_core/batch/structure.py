@@ -11,8 +11,6 @@ from ..checks import check, check_dtype, check_shape, require_type
 if TYPE_CHECKING:
     from .packed import PackedBatch
 
-__all__ = ["as_bool", "check_structure", "checked_tensors"]
-
 _INTEGERS = (torch.int32, torch.int64)
 
 

@@ -14,19 +14,6 @@ from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_shape, require_type
 from ..specs import Boundary, Invalid, WindowAggregate
 
-__all__ = [
-    "BOUNDARIES",
-    "INVALID",
-    "NUMBERS",
-    "ROUNDING",
-    "Window",
-    "check_offsets",
-    "check_rule",
-    "flat_values",
-    "window_aggregate",
-    "window_mean",
-]
-
 _AGGREGATES = {each.name.lower(): each for each in WindowAggregate}
 BOUNDARIES = {each.name.lower(): each for each in Boundary}
 INVALID = {each.name.lower(): each for each in Invalid}

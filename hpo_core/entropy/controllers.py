@@ -18,17 +18,6 @@ from ..checks import check, check_device, check_dtype, check_shape
 from ..specs import Provenance
 from .signals import NUMBERS, preset
 
-__all__ = [
-    "AresPenalty",
-    "ares_kappa",
-    "ares_penalty",
-    "entropic",
-    "epo_phase",
-    "skywork_coefficient",
-    "target_temperature",
-    "trl_coefficient",
-]
-
 
 @preset(Provenance.VERIFIED)
 def skywork_coefficient(

@@ -26,8 +26,6 @@ from .selection import Selection
 from .signals import NUMBERS, preset, read
 from .statistics import ScopeStatistics, fit_scopes
 
-__all__ = ["ares_next_windows", "ares_penalty_weights", "ares_threshold", "ares_windows", "count_of_rows"]
-
 
 @preset(Provenance.PAPER)
 def ares_windows(

@@ -7,8 +7,6 @@ import torch
 from ..arguments import examines
 from ..checks import require_type
 
-__all__ = ["two_knot"]
-
 Number = float | torch.Tensor
 
 

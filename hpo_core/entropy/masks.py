@@ -15,8 +15,6 @@ from .selection import Selection
 from .signals import preset, read
 from .statistics import means_of_segments
 
-__all__ = ["checked_mask", "cover", "group_confidence", "opened", "ulorl"]
-
 
 @preset(Provenance.VERIFIED)
 def cover(mask: torch.Tensor, batch: PackedBatch, window: Window, *, backend: str | None = None) -> torch.Tensor:

@@ -17,8 +17,6 @@ from ..specs import Provenance
 from .maps import two_knot
 from .signals import NUMBERS, ROUNDING, preset
 
-__all__ = ["entropy_band", "epo", "mean_entropy", "siren", "siren_mean"]
-
 
 @preset(Provenance.VERIFIED, differentiable=True)
 def mean_entropy(entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,6 @@ from .selection import Selection
 from .signals import Signal, preset, read
 from .statistics import PivotState, checked_pivot, fit_pivot
 
-__all__ = ["hapo", "hapo_redistribution", "hapo_temperature"]
-
 
 @preset(Provenance.VERIFIED)
 def hapo(

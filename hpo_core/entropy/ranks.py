@@ -15,8 +15,6 @@ from .. import ops
 from ..distributed import common_ids, gather
 from ..specs import OrderRule
 
-__all__ = ["common_numbers", "quantiles_over_ranks", "top_k_over_ranks"]
-
 Group = torch.distributed.ProcessGroup
 
 

@@ -18,8 +18,6 @@ from ..specs import Provenance
 from .signals import NUMBERS, preset
 from .statistics import shared_by
 
-__all__ = ["AresTargets", "ares_difficulty", "ares_entropy_reward", "ares_rewards", "ares_scales", "ares_targets"]
-
 
 class AresTargets(NamedTuple):
     """The state of :func:`ares_targets`; ``AresTargets.start()`` begins. It pickles, and loads with

@@ -20,8 +20,6 @@ from ..specs import OrderRule
 from .aggregates import flat_values
 from .ranks import common_numbers, quantiles_over_ranks, top_k_over_ranks
 
-__all__ = ["exact_fraction", "numbers_of", "quantiles", "segment_aggregate", "top_k"]
-
 _AGGREGATES = ("mean", "sum", "max", "min")
 _LEVELS = ("step", "row", "trajectory", "group")
 _SCOPES = (*_LEVELS, "call")

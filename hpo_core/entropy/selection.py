@@ -13,8 +13,6 @@ from ..gates import GateInputs
 from ..gates.inputs import of_row
 from ..kl import KLPenalty
 
-__all__ = ["Selection", "checked_selection", "selected_tokens", "shaped_advantages"]
-
 
 class Selection(NamedTuple):
     """Which tokens count, how much, and under which bounds: ``[T]`` (or ``[B, L]``) tensors, each of them or None.

@@ -21,8 +21,6 @@ from ..specs import Provenance
 from .signals import Signal, preset, read
 from .statistics import means_of_segments
 
-__all__ = ["edge_grpo", "empg", "ettrl", "hapo_advantages", "ucas"]
-
 
 @preset(Provenance.VERIFIED, level="row")
 def edge_grpo(

@@ -20,8 +20,6 @@ from .selection import Selection
 from .signals import Signal, advantages_of_tokens, preset, read
 from .statistics import ScopeStatistics, fit_scopes
 
-__all__ = ["aepo_ruc", "covariance", "entropy_advantage", "entropy_change", "steer", "steer_linear"]
-
 
 def statistics_of(signal: Signal, state: ScopeStatistics | None, backend: str | None) -> ScopeStatistics:
     """The given state, or the statistics of this call's usable tokens."""

@@ -16,8 +16,6 @@ from ..gates.inputs import per_token, valid_tokens
 from ..specs import Provenance
 from .selection import Selection
 
-__all__ = ["NUMBERS", "ROUNDING", "Signal", "advantages_of_tokens", "preset", "read"]
-
 NUMBERS = (torch.float32, torch.float64)
 ROUNDING = "16-bit entropies and log-probabilities are too coarse; compute them in float32"
 Preset = TypeVar("Preset", bound=Callable[..., Any])

@@ -25,8 +25,6 @@ from .scopes import exact_fraction
 from .signals import preset, read
 from .window import EntropyWindow
 
-__all__ = ["PivotState", "ScopeStatistics", "fit_pivot", "fit_scopes", "means_of_segments", "shared_by"]
-
 
 class ScopeStatistics(NamedTuple):
     """The result of :func:`fit_scopes`: one entry per unit it has seen, ``[K]``, in the order of scopes.

@@ -20,8 +20,6 @@ from .scopes import LARGEST_DENOMINATOR, exact_fraction, numbers_of, quantiles, 
 from .selection import Selection
 from .signals import advantages_of_tokens, preset, read
 
-__all__ = ["archer", "d3s_schedule", "d3s_tokens", "hicra_tokens", "siren_tokens"]
-
 
 @preset(Provenance.VERIFIED)
 def archer(

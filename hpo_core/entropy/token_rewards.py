@@ -14,8 +14,6 @@ from ..specs import Provenance
 from .signals import preset, read
 from .statistics import means_of_segments
 
-__all__ = ["grpo_s", "gtpo"]
-
 _LEAST = 1e-8  # of an entropy whose inverse is taken
 
 

@@ -24,8 +24,6 @@ from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
 from .selection import Selection
 
-__all__ = ["EntropyWindow", "WindowState", "ares", "forking_tokens"]
-
 _SCOPES = ("batch", "call")
 
 

@@ -1,6 +1,6 @@
 """Ratio gates: one constructor per published method, each a value of :class:`RatioGate`."""
 
-from ..specs import Action, Aggregate, Head, Penalty, Reduction, Routing, Statistic, Unit
+from ..specs import Action, Aggregate, Head, Penalty, Provenance, Reduction, Routing, Statistic, Unit
 from . import reconstructed
 from .corrected import compose, decoupled, dppo_kl, dppo_tv, hispo, icepop, mis, opsm, tis
 from .experts import icpo_weight, ink_grpo_coefficient
@@ -19,23 +19,8 @@ from .inputs import (
     rec_ring_mask,
 )
 from .objectives import bpo, dro, gbpo, kimi, kl_cov, m2po, nft, opmd, ppo_penalty, sapo, spo
-from .ratio_gate import (
-    Channel,
-    Clip,
-    Correction,
-    Drop,
-    Excess,
-    FirstOrder,
-    Gamma,
-    GateInputs,
-    Identity,
-    Level,
-    LogClip,
-    Provenance,
-    RatioGate,
-    Rollback,
-    Tanh,
-)
+from .parts import Channel, Clip, Correction, Drop, Excess, Gamma, Identity, Level, LogClip, Rollback, Tanh
+from .ratio_gate import FirstOrder, GateInputs, RatioGate
 from .sequence_level import a_lol, gmpo, gspo, gspo_token, luspo, rec, rec_ring, topr, vespo
 from .token_level import (
     archer_clip,

@@ -12,10 +12,9 @@ from dataclasses import replace
 from ..arguments import examines
 from ..checks import check
 from ..specs import Action, Head, Reduction, Statistic, Unit
-from .ratio_gate import Channel, Clip, Correction, RatioGate
+from .parts import Channel, Clip, Correction
+from .ratio_gate import RatioGate
 from .token_level import ppo_clip, triplet_clip
-
-__all__ = ["compose", "decoupled", "dppo_kl", "dppo_tv", "hispo", "icepop", "mis", "opsm", "tis"]
 
 
 @examines

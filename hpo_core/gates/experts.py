@@ -8,8 +8,6 @@ from ..arguments import examines
 from ..checks import check, check_dtype
 from .inputs import _NUMBERS, _ROUNDING, _draws
 
-__all__ = ["icpo_weight", "ink_grpo_coefficient"]
-
 _BETWEEN_SEEDS = 1_000_003
 
 

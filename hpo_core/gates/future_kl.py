@@ -15,8 +15,6 @@ from .inputs import _check_policies, of_tokens, per_token, valid_tokens
 from .ratio_gate import GateInputs, RatioGate
 from .token_level import _renamed, ppo_clip
 
-__all__ = ["fipo", "fipo_weight"]
-
 _LEAST_LOG = -20.0  # of a token's log-ratio in the sum, as in the code
 _UNSAFE = (0.8, 1.0)  # where the weight of a mistake that became likely is held, as in the code
 

@@ -6,11 +6,10 @@ import math
 
 from ..arguments import examines
 from ..checks import check
-from ..specs import Unit
-from .ratio_gate import Drop, Level, LogClip, Provenance, RatioGate, Rollback
+from ..specs import Provenance, Unit
+from .parts import Drop, Level, LogClip, Rollback
+from .ratio_gate import RatioGate
 from .token_level import _pessimistic
-
-__all__ = ["fiberpo", "step_gspo"]
 
 
 @examines

@@ -21,19 +21,6 @@ from ..specs import OrderRule
 from .ratio_gate import GateInputs
 from .token_level import check_epsilons
 
-__all__ = [
-    "archer_bounds",
-    "bpo_target",
-    "chord_weight",
-    "clip_cov_mask",
-    "dcpo_bounds",
-    "gbpo_target",
-    "hapo_bounds",
-    "kl_cov_mask",
-    "m2po_mask",
-    "rec_ring_mask",
-]
-
 Method = TypeVar("Method", bound=Callable[..., GateInputs])
 
 _NUMBERS = (torch.float32, torch.float64)

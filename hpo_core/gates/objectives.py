@@ -5,9 +5,8 @@ from __future__ import annotations
 from ..arguments import examines
 from ..checks import check
 from ..specs import Head, Penalty
-from .ratio_gate import Drop, Identity, RatioGate
-
-__all__ = ["bpo", "dro", "gbpo", "kimi", "kl_cov", "m2po", "nft", "opmd", "ppo_penalty", "sapo", "spo"]
+from .parts import Drop, Identity
+from .ratio_gate import RatioGate
 
 
 @examines

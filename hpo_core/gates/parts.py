@@ -10,28 +10,6 @@ from ..arguments import check_member, check_numbers, is_finite
 from ..checks import check, require_type
 from ..specs import Action, Aggregate, CorrectionSpec, LevelKind, LevelSpec, Reduction, Routing, Statistic, Unit
 
-__all__ = [
-    "Channel",
-    "Clip",
-    "Correction",
-    "Drop",
-    "Excess",
-    "Gamma",
-    "Identity",
-    "Level",
-    "LogClip",
-    "Pair",
-    "Rollback",
-    "Short",
-    "Tanh",
-    "check_bounds_alone",
-    "check_pair",
-    "has_dual",
-    "level_spec",
-    "log_bounds",
-    "names_of",
-]
-
 Pair = tuple[float, float]  # (advantage >= 0, advantage < 0)
 
 

@@ -32,9 +32,7 @@ from .parts import (
     Level,
     LogClip,
     Pair,
-    Rollback,
     Short,
-    Tanh,
     check_bounds_alone,
     check_pair,
     has_dual,
@@ -42,24 +40,6 @@ from .parts import (
     log_bounds,
     names_of,
 )
-
-__all__ = [
-    "Channel",
-    "Clip",
-    "Correction",
-    "Drop",
-    "Excess",
-    "FirstOrder",
-    "Gamma",
-    "GateInputs",
-    "Identity",
-    "Level",
-    "LogClip",
-    "Provenance",
-    "RatioGate",
-    "Rollback",
-    "Tanh",
-]
 
 
 class GateInputs(NamedTuple):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ..arguments import examines
 from ..checks import check
-from ..specs import Aggregate, Head, Routing, Unit
+from ..specs import Aggregate, Head, Provenance, Routing, Unit
 from .hierarchical import _residual_clip
-from .ratio_gate import Clip, Drop, Excess, Identity, Level, Provenance, RatioGate, Rollback
+from .parts import Clip, Drop, Excess, Identity, Level, Rollback
+from .ratio_gate import RatioGate
 from .token_level import _pessimistic
 
 __all__ = ["apc", "fiberpo_domain", "mdpo", "p3o", "two_scale"]

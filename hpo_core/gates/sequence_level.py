@@ -7,10 +7,9 @@ import math
 from ..arguments import examines
 from ..checks import check
 from ..specs import Action, Aggregate, Head, Routing
-from .ratio_gate import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip, RatioGate
+from .parts import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip
+from .ratio_gate import RatioGate
 from .token_level import _pessimistic, check_epsilons
-
-__all__ = ["a_lol", "gmpo", "gspo", "gspo_token", "luspo", "rec", "rec_ring", "topr", "vespo"]
 
 
 @examines

@@ -11,21 +11,6 @@ from ..specs import Head
 from .parts import Clip, Drop, Pair
 from .ratio_gate import RatioGate
 
-__all__ = [
-    "archer_clip",
-    "aspo",
-    "capo",
-    "ce_gppo",
-    "cispo",
-    "clip_cov",
-    "dapo",
-    "dcpo_clip",
-    "hapo_clip",
-    "ppo_clip",
-    "reinforce",
-    "triplet_clip",
-]
-
 
 def reinforce() -> RatioGate:
     """REINFORCE: ``loss_t = -A logp``, no importance ratio (Williams 1992; GPG, arXiv 2504.02546, without its scaling).

@@ -18,8 +18,6 @@ from ..checks import check, require_type
 from ..entropy import Selection, archer, ares_penalty_weights
 from .needs import check_keywords
 
-__all__ = ["AVAILABLE", "SELECTED", "MakesSelection", "check_entropy", "selection_of", "selection_tensors"]
-
 MakesSelection = Callable[..., Selection]
 MakesPenalty = Callable[..., torch.Tensor]
 

@@ -15,17 +15,6 @@ from ..metrics import FLAGS, SLOTS, Metrics
 from ..specs import Head, Unit
 from .turns import turns
 
-__all__ = [
-    "MODES",
-    "check_gate",
-    "check_sampler",
-    "check_unread",
-    "fractions",
-    "packed_rows",
-    "padded_rows",
-    "weights_of",
-]
-
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 

@@ -23,8 +23,6 @@ from ..checks import check, require_type
 from ..entropy import EntropyWindow
 from ..gates import RatioGate
 
-__all__ = ["VARIABLE", "named_estimator", "named_gate", "named_window", "told_gate"]
-
 # The environment variable of trainers whose configuration has no place for a gate.
 VARIABLE = "HPO_GATE"
 

@@ -12,8 +12,6 @@ from ..advantages.terms import accepted_keywords
 from ..checks import check, require_type
 from ..gates import GateInputs, RatioGate
 
-__all__ = ["MakesInputs", "check_keywords", "check_needs", "made_inputs"]
-
 MakesInputs = Callable[..., GateInputs]
 
 

@@ -12,8 +12,6 @@ from ..advantages.terms import accepted_keywords, check_estimator, is_multi_rewa
 from ..batch import PackedBatch
 from ..checks import check, require_type
 
-__all__ = ["ESTIMATORS", "check_prompt_estimator", "numbers_of", "prompt_advantages", "settings_of"]
-
 # Estimators that need no more than is given here: outcomes or token rewards, the mask, and the prompt of each response.
 ESTIMATORS = (
     *("bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "mc_grpo", "ngrpo"),

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["after_import", "replaced"]
-
 
 @contextlib.contextmanager
 def replaced(module: ModuleType, **names: Any) -> Iterator[None]:

@@ -210,19 +210,9 @@ def _sapo(config: Any) -> RatioGate:
     return _unread(gates.sapo(config.sapo.tau_pos, config.sapo.tau_neg), config, *_UNSET)
 
 
-_FROM_CONFIG: dict[str, Callable[[Any], RatioGate]] = {
-    "ppo_clip": _ppo_clip,
-    "dual_clip": _dual_clip,
-    "gspo": _gspo,
-    "gspo_token": _gspo_token,
-    "cispo": _cispo,
-    "sapo": _sapo,
-}
-
-
 def _register_all() -> None:
-    for name, gate in _FROM_CONFIG.items():
-        register(f"hpo_{name}", gate)
+    for make in (_ppo_clip, _dual_clip, _gspo, _gspo_token, _cispo, _sapo):
+        register(f"hpo{make.__name__}", make)
     for preset in PRESETS:
         register(f"hpo_{preset}", getattr(gates, preset)())
     for estimator in ESTIMATORS:

@@ -12,8 +12,6 @@ from ..checks import check
 from ..gates import Clip, Drop, Level, RatioGate
 from ..specs import Head
 
-__all__ = ["KNOWN", "REPLACED", "check_config", "gate_from_config"]
-
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # loss types with PPO's clip; they differ in the denominator
 KNOWN = (*_CLIPPED, "cispo", "sapo", "vespo")
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["entropy_bonus"]
-
 
 def entropy_bonus(trainer: Any, entropies: torch.Tensor, selected: torch.Tensor, accumulated: int) -> torch.Tensor:
     """What TRL subtracts from the loss of a micro-batch: ``c mean(H) / accumulated`` over the selected tokens.

@@ -11,8 +11,6 @@ from trl.trainer import utils  # type: ignore[import-not-found,unused-ignore]
 from ..linear_logprobs import linear_token_logprobs
 from .replaced import replaced
 
-__all__ = ["give_head"]
-
 
 class _Head:
     """What TRL's own function is called as, once for each forward pass of a model with ``fused_lm_head=True``."""

@@ -17,8 +17,6 @@ from .entropy_methods import SELECTED, MakesPenalty, MakesSelection
 from .needs import MakesInputs
 from .turns import Step
 
-__all__ = ["AVAILABLE", "NO_SAMPLER", "OF_THE_LOSS", "Settings", "domain_ids_of", "mask_of"]
-
 # What a function of gate inputs may take, and why an engine's correction may have nothing to correct.
 AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
 NO_SAMPLER = (

@@ -17,16 +17,6 @@ from ..metrics import FLAGS, Metrics
 from ..prepared import Report
 from ..specs import Head
 
-__all__ = [
-    "_clip_bounds",
-    "_clip_metrics",
-    "_clipped_rows",
-    "_gamma_weights",
-    "logged_metrics",
-    "observed_parts",
-    "reported",
-]
-
 # Under "hpo_core/", under "hpo_core/step/" and so on for each level, and under "hpo_core/correction_0/" and so on.
 _REPORTED = ("clip_fraction", "selected_fraction", "ratio_max", "effective_sample_size", *FLAGS)
 _OF_LEVELS = ("segments", "ratio_mean", "kl_old_k3", "effective_sample_size")

@@ -12,8 +12,6 @@ from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..segments import ids_of
 
-__all__ = ["Step", "steps_of_turns", "turns"]
-
 
 class Step(NamedTuple):
     """One turn of a completion: what the policy saw before it, by which steps of a prompt are compared, and the reward

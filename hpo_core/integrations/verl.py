@@ -413,16 +413,8 @@ def _refuse(name: str, config: Any, *fields: str) -> None:
         )
 
 
-for _name, _gate in {
-    "hpo_ppo_clip": _ppo_clip,
-    "hpo_dapo": _dapo,
-    "hpo_cispo": _cispo,
-    "hpo_gspo": _gspo,
-    "hpo_gspo_token": _gspo_token,
-    "hpo_sapo": _sapo,
-    "hpo_dro": _dro,
-}.items():
-    register(_name, _gate)
+for _make in (_ppo_clip, _dapo, _cispo, _gspo, _gspo_token, _sapo, _dro):
+    register(f"hpo{_make.__name__}", _make)
 for _name in PRESETS:
     register(f"hpo_{_name}", getattr(gates, _name)())
 for _name in (*ESTIMATORS, *STEP_ESTIMATORS):

@@ -25,8 +25,6 @@ from ..linear_logprobs import linear_token_logprobs
 from ..logprobs import token_logprobs
 from .replaced import replaced
 
-__all__ = ["install_loss_head"]
-
 
 def install_loss_head() -> None:
     """Makes ``impl_backend=hpo_core`` and ``impl_backend=hpo_core_logits`` work, in this process.

@@ -23,8 +23,6 @@ from ..checks import check
 from ..entropy import EntropyWindow, Selection, checked_mask
 from .entropy_methods import SELECTED, MakesSelection, selection_of, selection_tensors
 
-__all__ = ["GROUPED", "METHODS", "MicroBatch", "current", "install", "selected_by"]
-
 # The entropy method of each loss that has one, by the name of the loss.
 METHODS: dict[str, MakesSelection] = {}
 # The losses whose gate has a level of prompt groups.

@@ -22,16 +22,6 @@ from .prompt_advantages import numbers_of, prompt_advantages, settings_of
 from .replaced import after_import
 from .turns import Step, steps_of_turns, turns
 
-__all__ = [
-    "FIELD",
-    "STEP_ESTIMATORS",
-    "check_step_estimator",
-    "install_steps",
-    "is_of_steps",
-    "row_advantages",
-    "step_advantages",
-]
-
 FIELD = "hpo_steps"
 STEP_ESTIMATORS = ("gigpo", "hgpo")
 

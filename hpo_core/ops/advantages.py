@@ -11,8 +11,6 @@ from ..checks import check
 from ..specs import Center, EpsMode, GroupInputs, GroupNormalisation, GroupTerm, Part, Presence, Scale, Share
 from .library import OPERATORS, check_operand, define, is_traced, numbers_of, register
 
-__all__ = ["group_normalise"]
-
 
 def group_normalise(inputs: GroupInputs, spec: GroupNormalisation, backend: str | None) -> torch.Tensor:
     result: torch.Tensor

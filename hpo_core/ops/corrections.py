@@ -12,8 +12,6 @@ from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, Segment
 from .gates import INPUTS, check_inputs
 from .library import OPERATORS, define, is_traced, register
 
-__all__ = ["correction"]
-
 
 def correction(
     inputs: PolicyLossInputs, spec: CorrectionSpec, backend: str | None, reduce: SegmentReduce | None = None

@@ -11,8 +11,6 @@ from ..checks import check, check_dtype
 from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, WindowAggregate
 from .library import OPERATORS, check_offsets, check_operand, define, handed_on, is_traced, numbers_of, register
 
-__all__ = ["order_statistic", "select", "select_top", "window_score"]
-
 
 def window_score(
     values: torch.Tensor,

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ..backends import is_reference, resolve
-from ..checks import check, check_dtype, check_shape, has_tangent
+from ..checks import check, check_dtype, check_shape, no_forward_mode, refuse_tangent
 from ..metrics import SLOTS
 from ..specs import (
     MOST_ROW_CORRECTIONS,
@@ -40,15 +39,9 @@ from .library import (
     register,
 )
 
-__all__ = ["INPUTS", "SECOND_DERIVATIVE", "check_inputs", "policy_loss", "policy_loss_and_grad"]
-
 SECOND_DERIVATIVE = (
     "hpo_core.policy_loss: second derivatives are not supported (the backward holds dL/dlogp, not a graph); "
     "use backend='reference' to differentiate twice"
-)
-FORWARD_MODE = (
-    "hpo_core.policy_loss: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are not supported; "
-    "use backend='reference', or (policy_loss_and_grad(...).grad * tangent).sum()"
 )
 VMAP = "hpo_core.policy_loss: torch.func.vmap is not supported; call the loss once for each batch"
 TRANSFORM_IN_COMPILED = (
@@ -69,8 +62,7 @@ def policy_loss(
     """Loss (differentiable in ``inputs.logp``), metrics vector, and loss_t in the shape of logp if wanted; not for the
     reference backend. ``exchange``: only where nothing is :func:`is_traced`."""
     logp = inputs.logp
-    if forward_ad._current_level >= 0 and has_tangent(logp):
-        raise RuntimeError(FORWARD_MODE)
+    refuse_tangent("policy_loss", logp)
     want_grad = logp.requires_grad and torch.is_grad_enabled()
     if not is_traced(logp):
         run = resolve("gates", logp, backend).policy_loss
@@ -166,7 +158,7 @@ class _PolicyLossInTransform(torch.autograd.Function):
 
     @staticmethod
     def jvp(*_: Any) -> Any:
-        raise RuntimeError(FORWARD_MODE)
+        raise no_forward_mode("policy_loss")
 
     @staticmethod
     def vmap(*_: Any) -> Any:

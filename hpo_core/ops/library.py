@@ -16,21 +16,6 @@ import torch
 from ..backends import is_reference, resolve
 from ..checks import check, check_device, check_dtype, check_shape, examined
 
-__all__ = [
-    "LIBRARY",
-    "OPERATORS",
-    "check_native",
-    "check_offsets",
-    "check_operand",
-    "define",
-    "handed_on",
-    "is_batched",
-    "is_traced",
-    "not_differentiable",
-    "numbers_of",
-    "register",
-]
-
 LIBRARY: Any = torch.library.Library("hpo_core", "DEF")  # type: ignore[no-untyped-call]
 OPERATORS = torch.ops.hpo_core
 define = LIBRARY.define

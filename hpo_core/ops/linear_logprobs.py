@@ -15,20 +15,14 @@ import torch
 import torch.distributed
 
 from ..backends import resolve
-from ..checks import check, check_dtype, has_tangent
+from ..checks import check, check_dtype, refuse_tangent
 from ..specs import LogitRows
 from .library import LIBRARY, OPERATORS, check_native, check_operand, define, is_traced, not_differentiable, register
 from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, merged, shared
 
-__all__ = ["LinearRows", "linear_token_logprobs"]
-
 SECOND_DERIVATIVE = (
     "hpo_core.linear_token_logprobs: second derivatives are not supported (the backward makes the logits again, and no "
     "graph); use backend='reference' to differentiate twice"
-)
-FORWARD_MODE = (
-    "hpo_core.linear_token_logprobs: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are not "
-    "supported; use backend='reference'"
 )
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,8 +60,8 @@ def linear_token_logprobs(
     With a ``group`` the ranks' shards of the weight have ``sizes`` rows. Not for the reference backend."""
     arguments = (*given, backend or "", kept, group, sizes)
     differentiable = [each for each in given[:3] if each is not None]
-    if any(has_tangent(each) for each in differentiable):
-        raise RuntimeError(FORWARD_MODE)
+    for each in differentiable:
+        refuse_tangent("linear_token_logprobs", each)
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
         logp, entropy, _ = _apply(*arguments)
     elif group is None and any(is_traced(each) for each in differentiable):

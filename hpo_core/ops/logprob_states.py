@@ -10,11 +10,9 @@ import torch
 import torch.distributed
 
 from ..backends import resolve
-from ..checks import check, has_tangent
+from ..checks import check, refuse_tangent
 from ..specs import LogitRows
-from .logprobs import FORWARD_MODE, gradient, readable, save
-
-__all__ = ["LogprobState", "finished", "folded", "inverse_of", "mapped", "merged", "over_ranks", "part", "shared"]
+from .logprobs import gradient, readable, save
 
 
 class LogprobState(NamedTuple):
@@ -168,8 +166,7 @@ def over_ranks(
     rows: LogitRows, kept: int, backend: str | None, group: Any, sizes: Sequence[int], in_place: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """:func:`~hpo_core.ops.token_logprobs` of columns that the ranks share; the results are the same on all ranks."""
-    if has_tangent(rows.logits):
-        raise RuntimeError(FORWARD_MODE)
+    refuse_tangent("token_logprobs", rows.logits)
     results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
     results = _OverRanks.apply(*readable(rows), kept, backend or "", group, sizes, in_place)  # type: ignore[no-untyped-call]
     return results

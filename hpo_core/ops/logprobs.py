@@ -5,22 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ..backends import resolve
-from ..checks import check, check_dtype, has_tangent
+from ..checks import check, check_dtype, refuse_tangent
 from ..specs import LogitRows
 from .library import LIBRARY, OPERATORS, check_native, check_operand, define, is_traced, not_differentiable, register
-
-__all__ = ["backward", "gradient", "readable", "save", "token_logprobs"]
 
 SECOND_DERIVATIVE = (
     "hpo_core.token_logprobs: second derivatives are not supported (the backward keeps three numbers a row, not a "
     "graph); use backend='reference' to differentiate twice"
-)
-FORWARD_MODE = (
-    "hpo_core.token_logprobs: forward-mode derivatives (torch.func.jvp, jacfwd, hessian, dual numbers) are not "
-    "supported; use backend='reference'"
 )
 
 IN_PLACE = "inplace_gradient: expected an eager backward, got {}; leave inplace_gradient=False"
@@ -36,8 +29,7 @@ def token_logprobs(
     Not for the reference backend."""
     logits = rows.logits
     outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
-    if forward_ad._current_level >= 0 and has_tangent(logits):
-        raise RuntimeError(FORWARD_MODE)
+    refuse_tangent("token_logprobs", logits)
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
         check(not in_place, IN_PLACE, "a transform of torch.func")
         outputs = _apply(*rows, backend or "", kept, in_place)

@@ -11,8 +11,6 @@ from ..checks import check, check_dtype
 from ..specs import OrderRule, Scopes
 from .library import OPERATORS, check_offsets, check_operand, define, is_traced, numbers_of, register
 
-__all__ = ["interpolated", "order_statistics", "select_exact"]
-
 
 def order_statistics(
     values: torch.Tensor,

@@ -10,8 +10,6 @@ from ..backends import resolve
 from ..checks import check, check_dtype
 from .library import OPERATORS, check_offsets, check_operand, define, handed_on, is_traced, numbers_of, register
 
-__all__ = ["group_statistics", "recurrence", "row_counts", "row_spans"]
-
 
 def _run(op: str, like: torch.Tensor, backend: str | None, *arguments: Any) -> torch.Tensor:
     """The op of a backend for the device of ``like``; in a trace the operator, whose last argument is the backend."""

@@ -17,8 +17,6 @@ from .canvas import GREY, LIGHT, axes_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["batch_layout"]
-
 
 @examines
 def batch_layout(

@@ -16,8 +16,6 @@ from .canvas import BLUE, GREY, RED, axes_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["gate_curve"]
-
 
 @examines
 def gate_curve(

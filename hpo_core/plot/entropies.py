@@ -17,8 +17,6 @@ from .canvas import BLUE, GREEN, GREY, ORANGE, RED, axes_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["entropy_window"]
-
 
 @examines
 def entropy_window(

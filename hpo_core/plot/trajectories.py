@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from typing_extensions import Unpack
 
-__all__ = ["trajectory"]
-
 
 class _Level(NamedTuple):
     """One gate as the tokens of a row see it, ``[n]`` each, in the direction of the log-ratio."""

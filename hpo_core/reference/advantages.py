@@ -20,8 +20,6 @@ from ..specs import (
 )
 from .segments import group_statistics
 
-__all__ = ["group_normalise"]
-
 # A function of values and ids, with weights= and mask=: see group_statistics.
 Statistics = Callable[..., GroupStatistics]
 

@@ -20,8 +20,6 @@ from .hierarchy import ancestors_of, leaf_of_token
 from .segments import flat, of_row, row_of_token
 from .terms import SATURATION
 
-__all__ = ["correction", "factor_of_tokens"]
-
 EXPONENT = 20.0
 GUARD = 1e-8  # keeps the logarithm of a binary KL finite
 

@@ -9,8 +9,6 @@ import torch
 from ..specs import Boundary, Invalid, OrderRule, WindowAggregate
 from .segments import row_of_token
 
-__all__ = ["order_statistic", "select", "select_top", "window_score"]
-
 
 def window_score(
     values: torch.Tensor,

@@ -47,8 +47,6 @@ from .terms import (
 
 ROUNDING = 1e-6  # of a bound that is meant to be 1
 
-__all__ = ["Tokens", "gate_tokens", "policy_loss", "read_tokens"]
-
 
 class Tokens(NamedTuple):
     """What is read of each token, ``[T]``; what a masked position holds is replaced by 0 or 1."""

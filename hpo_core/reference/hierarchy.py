@@ -11,8 +11,6 @@ from ..specs import Aggregate, Exchange, LevelKind, LevelSpec, PolicyLossInputs,
 from .segments import of_row, read_at
 from .terms import EXPONENT_SATURATION, GAMMA_SATURATION, clip, of_side, saturate
 
-__all__ = ["Channel", "aggregate_of", "ancestors_of", "combined", "gated_hierarchy", "gated_log_ratio", "leaf_of_token"]
-
 
 class Gated(NamedTuple):
     """One level as its tokens see it, each ``[T]``; the finest are the tokens themselves."""

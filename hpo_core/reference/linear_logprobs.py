@@ -7,8 +7,6 @@ import torch
 from ..specs import LogitRows
 from .logprobs import token_logprobs
 
-__all__ = ["linear_token_logprobs"]
-
 
 def linear_token_logprobs(
     hidden: torch.Tensor,

@@ -6,8 +6,6 @@ import torch
 
 from ..specs import LogitRows
 
-__all__ = ["part", "part_gradient"]
-
 
 def part(rows: LogitRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``m``, ``s``, ``w / (1 + s)`` and the target's logit ``[...]`` in float64, for the greatest logit m.

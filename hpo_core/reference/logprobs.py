@@ -6,8 +6,6 @@ import torch
 
 from ..specs import LogitRows
 
-__all__ = ["token_logprobs"]
-
 
 def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """``logp_y = d_y - log1p(s)`` and ``H = log1p(s) + w / (1 + s)``, where ``d_j = z_j - z_k`` for an arg-max k of

@@ -9,8 +9,6 @@ import torch
 
 from ..specs import OrderRule, Scopes
 
-__all__ = ["order_statistics", "select_exact"]
-
 
 def order_statistics(
     values: torch.Tensor, scopes: Scopes, numerator: int, denominator: int, rule: OrderRule, mask: torch.Tensor | None

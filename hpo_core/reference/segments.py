@@ -8,8 +8,6 @@ import torch
 
 from ..specs import PolicyLossInputs
 
-__all__ = ["flat", "group_statistics", "of_row", "read_at", "recurrence", "row_counts", "row_of_token", "row_spans"]
-
 
 def flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """The inputs with padded tensors ``[B, L]`` as ``[T]``: formulas count tokens in one dimension."""

@@ -9,24 +9,6 @@ import torch
 
 from ..specs import Head, KLEstimator, KLGradient, Penalty, TermSpec
 
-__all__ = [
-    "EXPONENT_SATURATION",
-    "GAMMA_SATURATION",
-    "MOST",
-    "SATURATION",
-    "STATISTIC_SATURATION",
-    "clip",
-    "deviation_of",
-    "factor_beyond",
-    "general_term",
-    "kl_of_tokens",
-    "of_side",
-    "penalty_of",
-    "policy_term",
-    "pre_gate",
-    "saturate",
-]
-
 SATURATION = 60.0
 SQUARE_SATURATION = 25.0  # of z, for heads that multiply the ratio by another large number, or by itself
 IMPLIED_SATURATION = 2.0**36  # of the ratio in the implied policy, which divides it by what may be 2^-24

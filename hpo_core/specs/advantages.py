@@ -12,20 +12,6 @@ import torch
 from ..arguments import check_flag, check_member, check_numbers
 from ..checks import check
 
-__all__ = [
-    "MOST_TERMS",
-    "Center",
-    "EpsMode",
-    "GroupInputs",
-    "GroupNormalisation",
-    "GroupStatistics",
-    "GroupTerm",
-    "Part",
-    "Presence",
-    "Scale",
-    "Share",
-]
-
 
 class Center(enum.IntEnum):
     """What is subtracted."""

@@ -9,8 +9,6 @@ import torch
 
 from ..checks import check
 
-__all__ = ["INDEX_RULES", "Boundary", "Invalid", "OrderRule", "Scopes", "WindowAggregate"]
-
 
 class Boundary(enum.IntEnum):
     """A window that sticks out of its row."""

@@ -9,30 +9,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = [
-    "MOST_ROW_CORRECTIONS",
-    "Action",
-    "Aggregate",
-    "CorrectionSpec",
-    "Exchange",
-    "Head",
-    "KLEstimator",
-    "KLGradient",
-    "LevelKind",
-    "LevelSpec",
-    "Penalty",
-    "PolicyLossInputs",
-    "PolicyLossSpec",
-    "Reduction",
-    "Routing",
-    "SegmentReduce",
-    "Stage",
-    "Statistic",
-    "TermSpec",
-    "TokenGate",
-    "Unit",
-]
-
 
 class TokenGate(enum.IntEnum):
     """The gate on a token's own log-ratio, or on its residual below levels."""

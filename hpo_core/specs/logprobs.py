@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["LogitRows", "LogitType"]
-
 
 class LogitType(enum.IntEnum):
     """What logits are stored as."""

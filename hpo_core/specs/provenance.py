@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["Provenance"]
-
 
 class Provenance(enum.Enum):
     """Where a preset's formula comes from."""

@@ -20,8 +20,6 @@ from .expected import Outcome, keywords_of, outcome_of
 from .subjects import of_rectangles
 from .timing import extra_bytes, interleave
 
-__all__ = ["Measured", "Measurements", "bench"]
-
 _TOLERANCE = 1e-4  # of the largest element; a function with another result is not timed
 
 

@@ -10,8 +10,6 @@ import torch
 from ..arguments import examines
 from ..checks import check_device, check_dtype, check_real, check_shape, require_type
 
-__all__ = ["MARGIN", "REGIONS", "UNIT", "Expected", "assert_within_budget", "budget"]
-
 UNIT = 2.0**-24  # half the distance from 1 to the next float32
 SMALLEST = 2.0**-126  # below the smallest normal float32 a kernel may flush to zero
 MARGIN = 1e-5  # generated inputs stay this far from every point where a gate changes branch

@@ -24,8 +24,6 @@ from .promises_of_losses import NOTHING_VALID, has_tokens
 from .strategies import hypothesis
 from .subjects import ESTIMATORS, OTHERS, Recorded, Run, estimator_of, of_advantages, of_policy_loss, withheld
 
-__all__ = ["Report", "Verdict", "check", "promises"]
-
 
 class Verdict(NamedTuple):
     """One line of a report."""

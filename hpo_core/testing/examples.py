@@ -23,24 +23,7 @@ from ..gates import Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
 from ..specs import OrderRule
 from .budget import MARGIN
-from .layouts import Layout, random_layout, row_of_tokens, valid_tokens
-
-__all__ = [
-    "FEATURES",
-    "MaskExample",
-    "PolicyLossExample",
-    "RewardsExample",
-    "ScoresExample",
-    "WindowExample",
-    "check_features",
-    "device_of",
-    "move",
-    "random_policy_loss",
-    "random_rewards",
-    "random_scores",
-    "random_steps",
-    "random_window",
-]
+from .layouts import Layout, below, random_layout, row_of_tokens, valid_tokens
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -310,24 +293,21 @@ def random_rewards(seed: int = 0, units: int = 12, kind: str | None = None, mask
     """
     draw = torch.Generator("cpu").manual_seed(seed)
 
-    def below(limit: int) -> int:
-        return int(torch.randint(0, limit, (), generator=draw, device="cpu"))
-
-    kind = ("normal", "binary", "equal", "offset")[below(4)] if kind is None else kind
+    kind = ("normal", "binary", "equal", "offset")[below(draw, 4)] if kind is None else kind
     groups = torch.randint(-1, max(1, units // 2), (units,), generator=draw, device="cpu")
     rewards = {
         "normal": torch.randn(units, generator=draw, dtype=torch.float32, device="cpu"),
         "binary": torch.randint(0, 2, (units,), generator=draw, device="cpu").float(),
         "equal": torch.rand(max(1, units), generator=draw, dtype=torch.float32, device="cpu")[groups],
-        "offset": 10.0 ** (1 + below(4)) + torch.randn(units, generator=draw, dtype=torch.float32, device="cpu"),
+        "offset": 10.0 ** (1 + below(draw, 4)) + torch.randn(units, generator=draw, dtype=torch.float32, device="cpu"),
     }[kind]
     keywords = {}
-    if masks and below(2):
+    if masks and below(draw, 2):
         keywords["mask"] = torch.rand(units, generator=draw, dtype=torch.float32, device="cpu") > 0.2
-        if below(2):
+        if below(draw, 2):
             keywords["apply_mask"] = torch.rand(units, generator=draw, dtype=torch.float32, device="cpu") > 0.2
     ids = groups * torch.where(groups < 0, 1, 2**40 + 3)
-    return RewardsExample(rewards, None if below(8) == 0 else ids, keywords)
+    return RewardsExample(rewards, None if below(draw, 8) == 0 else ids, keywords)
 
 
 @examines
@@ -374,11 +354,8 @@ def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 
     layout = random_layout(seed, longest=12) if layout is None else layout
     draw = layout.generator(2)
 
-    def below(limit: int) -> int:
-        return int(torch.randint(0, limit, (), generator=draw, device="cpu"))
-
-    width, first = 1 + below(widest), below(widest) - widest // 2
-    keywords = {"boundary": ("full", "shrink", "zero")[below(3)], "invalid": ("skip", "break")[below(2)]}
+    width, first = 1 + below(draw, widest), below(draw, widest) - widest // 2
+    keywords = {"boundary": ("full", "shrink", "zero")[below(draw, 3)], "invalid": ("skip", "break")[below(draw, 2)]}
     values = 2 * torch.rand(layout.tokens, generator=draw, dtype=torch.float32, device="cpu")
     return WindowExample(values, layout.batch(), first, first + width - 1, keywords)
 
@@ -412,11 +389,8 @@ def random_scores(seed: int = 0, count: int | None = None, kind: str | None = No
     """
     draw = torch.Generator("cpu").manual_seed(seed)
 
-    def below(limit: int) -> int:
-        return int(torch.randint(0, limit, (), generator=draw, device="cpu"))
-
-    kind = ("distinct", "ties", "equal", "signed", "extreme")[below(5)] if kind is None else kind
-    count = below(40) if count is None else count
+    kind = ("distinct", "ties", "equal", "signed", "extreme")[below(draw, 5)] if kind is None else kind
+    count = below(draw, 40) if count is None else count
     extreme = torch.tensor(
         [0.0, -0.0, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38, 1.0, 1.0000001], dtype=torch.float32, device="cpu"
     )
@@ -431,8 +405,8 @@ def random_scores(seed: int = 0, count: int | None = None, kind: str | None = No
     score = torch.where(left_out < 0.15, -math.inf, score)
     score = torch.where(left_out > 0.97, math.nan, score)
     quantiles = ((7, 10), (4, 5), (19, 20), (1, 2), (0, 1), (1, 1), (1, 3), (999_999_999, 10**9))
-    numerator, denominator = quantiles[below(8)]
-    return ScoresExample(score, numerator, denominator, OrderRule(below(3)))
+    numerator, denominator = quantiles[below(draw, 8)]
+    return ScoresExample(score, numerator, denominator, OrderRule(below(draw, 3)))
 
 
 # --------------------------------------------------------------------------------------------------------- devices

@@ -19,17 +19,6 @@ from ..specs import Head, KLEstimator, KLGradient, Routing
 from .budget import Expected
 from .examples import PolicyLossExample, RewardsExample, WindowExample, move
 
-__all__ = [
-    "Outcome",
-    "accepts",
-    "expect_policy_loss",
-    "expect_rewards",
-    "expect_window",
-    "keywords_of",
-    "outcome_of",
-    "run_policy_loss",
-]
-
 
 class Outcome(NamedTuple):
     """The outputs of a policy-loss kernel for an example."""

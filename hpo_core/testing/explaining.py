@@ -23,8 +23,6 @@ from .budget import budget
 from .examples import PolicyLossExample, device_of, move
 from .expected import Outcome, accepted, accepts, expect_policy_loss, run_policy_loss
 
-__all__ = ["ExplainedLevel", "Explanation", "explain"]
-
 Kernel = str | Callable[..., Any]
 
 

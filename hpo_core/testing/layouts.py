@@ -10,8 +10,6 @@ from ..arguments import examines
 from ..batch import PackedBatch
 from ..reference.segments import row_of_token
 
-__all__ = ["Layout", "random_batch", "random_layout", "row_of_tokens", "valid_tokens"]
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -70,20 +68,22 @@ def _steps(ends: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return torch.tensor(ranges, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 
+def below(draw: torch.Generator, limit: int) -> int:
+    """A number from 0 to ``limit - 1``."""
+    return int(torch.randint(0, limit, (), generator=draw, device="cpu"))
+
+
 @examines
 def random_layout(seed: int = 0, rows: int = 6, longest: int = 9) -> Layout:
     """At most ``rows`` rows; the first, the middle and the last are often empty or of one token."""
     draw = torch.Generator("cpu").manual_seed(seed)
 
-    def below(limit: int) -> int:
-        return int(torch.randint(0, limit, (), generator=draw, device="cpu"))
-
-    lengths = [below(longest + 1) for _ in range(below(rows + 1))]
+    lengths = [below(draw, longest + 1) for _ in range(below(draw, rows + 1))]
     if lengths:
         for slot in (0, len(lengths) // 2, len(lengths) - 1):
-            lengths[slot] = (lengths[slot], lengths[slot], 0, 1)[below(4)]
-    masked = ("none", "none", "some", "some", "some", "row", "row", "all")[below(8)]
-    return Layout(tuple(lengths), below(4), masked, bool(below(2)), seed)
+            lengths[slot] = (lengths[slot], lengths[slot], 0, 1)[below(draw, 4)]
+    masked = ("none", "none", "some", "some", "some", "row", "row", "all")[below(draw, 8)]
+    return Layout(tuple(lengths), below(draw, 4), masked, bool(below(draw, 2)), seed)
 
 
 @examines

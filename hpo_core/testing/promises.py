@@ -12,20 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "GRADIENT",
-    "PROMISES",
-    "Inapplicable",
-    "Promise",
-    "Run",
-    "distinct",
-    "growing",
-    "promise",
-    "same",
-    "shifted",
-    "strided",
-]
-
 Run = Callable[[Any], Any]
 
 GRADIENT = "gradient"  # a requirement of promises that is no keyword

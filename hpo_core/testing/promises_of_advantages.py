@@ -17,8 +17,6 @@ from .examples import RewardsExample
 from .expected import accepts, expect_rewards
 from .promises import Inapplicable, Run, distinct, promise, same, shifted, strided
 
-__all__ = ["Estimator"]
-
 
 class Estimator(NamedTuple):
     """An estimator of :mod:`hpo_core.advantages` and its options."""

@@ -14,8 +14,6 @@ from .examples import MaskExample, ScoresExample, WindowExample
 from .expected import expect_window
 from .promises import Run, promise, same, shifted, strided
 
-__all__: list[str] = []
-
 # -------------------------------------------------------------------------------------------------------------- windows
 
 

@@ -14,8 +14,6 @@ from .examples import PolicyLossExample
 from .expected import Outcome, expect_policy_loss
 from .promises import GRADIENT, Inapplicable, Run, distinct, growing, promise, same, shifted, strided
 
-__all__ = ["NOTHING_VALID", "has_tokens"]
-
 NOTHING_VALID = "nothing valid: loss 0, gradient 0"
 
 

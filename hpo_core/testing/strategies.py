@@ -25,8 +25,6 @@ from .examples import (
 )
 from .layouts import Layout
 
-__all__ = ["hypothesis", "layouts", "masks", "policy_losses", "reward_groups", "scores", "steps", "windows"]
-
 
 def hypothesis() -> Any:
     """The hypothesis package, imported on first use, because the library itself does not need it."""

@@ -34,19 +34,6 @@ from .layouts import Layout
 from .promises_of_advantages import Estimator
 from .strategies import masks, policy_losses, reward_groups, scores, steps, windows
 
-__all__ = [
-    "ESTIMATORS",
-    "OTHERS",
-    "Recorded",
-    "Run",
-    "Subject",
-    "estimator_of",
-    "of_advantages",
-    "of_policy_loss",
-    "of_rectangles",
-    "withheld",
-]
-
 Run = Callable[[Any], Any]
 
 

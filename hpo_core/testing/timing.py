@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["FEW", "Timing", "extra_bytes", "interleave"]
-
 SAMPLES = 15
 SLOW_SAMPLES = 5  # of calls longer than SLOW
 FEW = 5  # with fewer undisturbed samples than this all samples are taken, and no goal is judged by them

@@ -47,8 +47,6 @@ from .groups import (
 )
 from .launch import REGISTERS, kernel, launch
 
-__all__ = ["group_normalise"]
-
 LEAVE_ONE_OUT = tl.constexpr(int(Center.LEAVE_ONE_OUT))
 NONE, GROUP, BATCH, ABSOLUTE, OF_MEAN = (
     tl.constexpr(int(scale)) for scale in (Scale.NONE, Scale.GROUP, Scale.BATCH, Scale.ABSOLUTE, Scale.MEAN)

@@ -28,8 +28,6 @@ from triton.runtime.driver import driver
 from . import launch
 from .compiled_paths import NamedCall, every_path, paths
 
-__all__ = ["TARGETS", "Report", "compiling", "every_path", "paths", "report", "specialisations"]
-
 Target = int | str  # a compute capability of NVIDIA, such as 90, or an architecture of AMD, such as gfx942
 TARGETS: tuple[Target, ...] = (80, 90, 100, 120, "gfx942", "gfx950")
 

@@ -48,8 +48,6 @@ from ..specs import (
 )
 from . import advantages, corrections, entropy, gates, groups, logprobs, loss_from_logits, scale, scopes, segments
 
-__all__ = ["NamedCall", "every_path", "paths"]
-
 TOKENS, ROWS = 2048, 4
 
 

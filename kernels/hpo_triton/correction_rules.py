@@ -17,8 +17,6 @@ from .rows import load
 from .terms import by_sign
 from .tokens import Loaded
 
-__all__ = ["K3", "Bounds", "factor_of", "rule_bounds_of", "statistic_of", "with_correction"]
-
 LOG_RATIO = tl.constexpr(int(Statistic.LOG_RATIO))
 K2 = tl.constexpr(int(Statistic.K2))
 K3 = tl.constexpr(int(Statistic.K3))

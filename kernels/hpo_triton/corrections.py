@@ -44,8 +44,6 @@ from .rows import SLOT_TOKENS, SLOTS
 from .terms import by_sign
 from .tokens import Rule, load_tokens, reading_of
 
-__all__ = ["correction"]
-
 CORRECT = tl.constexpr(SUM.value + 1)
 MEAN = tl.constexpr(int(Reduction.MEAN))
 MIN = tl.constexpr(int(Reduction.MIN))

@@ -15,19 +15,6 @@ from .math import is_finite
 from .rows import TILE, load, row_of_token, row_range, store
 from .windows import window_score
 
-__all__ = [
-    "BINS",
-    "SCORES",
-    "digit_of",
-    "from_order_key",
-    "order_index",
-    "order_key",
-    "order_statistic",
-    "select",
-    "select_top",
-    "window_score",
-]
-
 # ---------------------------------------------------------------------------------------------------- order statistics
 
 CEIL = tl.constexpr(int(OrderRule.CEIL))

@@ -8,8 +8,6 @@ import triton.language as tl
 
 from .math import clamp
 
-__all__ = ["FIXED_POINT", "exponent_of", "from_fixed_below", "to_fixed", "to_fixed_below"]
-
 FIXED_POINT = tl.constexpr(4294967296.0)
 SHIFTER = tl.constexpr(6755399441055744.0)  # adding 1.5 * 2^52 rounds a double to an integer
 SHIFTER_BITS = tl.constexpr(0x4338000000000000)

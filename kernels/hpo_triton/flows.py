@@ -23,8 +23,6 @@ from .sums import LARGEST, TOTAL, total
 from .terms import Pre, mean_exp_slope, through_pre
 from .tokens import Reading, load_tokens, read_tokens, up_to
 
-__all__ = ["FLOWS", "LARGEST_FLOW", "add_flows", "deliver_gradient"]
-
 FLOWS = 512  # slots of one block that adds
 ADD, RETURN = tl.constexpr(0), tl.constexpr(1)
 THROUGH = tl.constexpr(int(Routing.THROUGH))

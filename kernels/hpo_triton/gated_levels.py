@@ -15,21 +15,6 @@ from .math import SATURATION, clamp, exp
 from .sums import LARGEST
 from .terms import Term
 
-__all__ = [
-    "GATED_FIELDS",
-    "KINDS",
-    "LOG_MEAN_EXP",
-    "MEAN",
-    "OWN",
-    "SIDE",
-    "SLOPE",
-    "Shape",
-    "Z",
-    "add_children",
-    "gate_leaves",
-    "of_levels",
-]
-
 CLIP = tl.constexpr(int(LevelKind.CLIP))
 ROLLBACK = tl.constexpr(int(LevelKind.ROLLBACK))
 TANH = tl.constexpr(int(LevelKind.TANH))

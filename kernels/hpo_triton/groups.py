@@ -17,26 +17,6 @@ import triton.language as tl
 from .launch import INTERPRETED, kernel, launch
 from .math import is_finite
 
-__all__ = [
-    "AT_ONCE",
-    "RUNS",
-    "SCANNED",
-    "TILE_UNITS",
-    "Given",
-    "Group",
-    "add_absolute",
-    "all_members",
-    "center_of",
-    "few_blocks",
-    "load_all_members",
-    "load_units",
-    "run_of",
-    "squares_of",
-    "sum_absolute",
-    "sum_absolute_tiles",
-    "sum_group",
-]
-
 SCANNED = 8192  # the most units that every program reads in full
 UNITS = 16  # units of one program that scans
 OTHERS = 64  # units that it reads together

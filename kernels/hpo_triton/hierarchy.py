@@ -59,8 +59,6 @@ from .sums import (
 from .terms import Pre, numbers_of, pre_of, term_of, with_own_penalty
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of, up_to
 
-__all__ = ["policy_loss", "shape_of"]
-
 NO_OWN_PENALTY = tl.constexpr(int(Penalty.NONE))
 THROUGH = tl.constexpr(int(Routing.THROUGH))
 

@@ -15,8 +15,6 @@ from .math import SATURATION, clamp, exp
 from .sums import policy_term
 from .terms import entering, general_term, with_slopes
 
-__all__ = ["Gated", "gate_tokens", "gated_derivative", "gated_term", "token_bound"]
-
 
 @triton.jit
 def _mean_of_levels(gated_levels, leaf, held, CHANNEL: tl.constexpr):

@@ -12,21 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = [
-    "INTERPRETED",
-    "REGISTERS",
-    "WARPS",
-    "aligned",
-    "kernel",
-    "launch",
-    "launch_steps",
-    "launches",
-    "processors_and_cache",
-    "programs_for",
-    "programs_together",
-    "wait_for_programs",
-]
-
 # Triton's interpreter runs each operation as one call of NumPy: few calls count there, so blocks are larger.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 

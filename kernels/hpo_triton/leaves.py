@@ -19,29 +19,6 @@ from ..specs import PolicyLossInputs
 from .launch import wait_for_programs
 from .rows import SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
 
-__all__ = [
-    "BROKEN",
-    "CHECK",
-    "EXPONENT",
-    "FIELDS",
-    "FIXED",
-    "FLOW",
-    "LEAVES",
-    "REPAIR",
-    "STATE",
-    "SUM",
-    "VALID",
-    "Leaves",
-    "add_to_segments",
-    "check_leaves",
-    "copy_leaves",
-    "find_leaves",
-    "raise_segments",
-    "repair_leaves",
-    "segment_of",
-    "slots_of_leaves",
-]
-
 LEAVES = 256  # of one block
 
 # The first steps of every kernel on leaves.

@@ -19,23 +19,6 @@ from .launch import INTERPRETED
 from .math import log
 from .rows import EVICT_NORMALLY, load, store
 
-__all__ = [
-    "BLOCK",
-    "CHUNKS",
-    "LANES",
-    "NUM_WARPS",
-    "Row",
-    "address_of_row",
-    "everything",
-    "exponent_of",
-    "fill_gradient",
-    "gradient_of",
-    "is_defined",
-    "load_target",
-    "row_result",
-    "write_gradient",
-]
-
 # A step covers CHUNKS chunks of a row, each with 8 elements per thread: two 128-bit loads of float32, one of 16-bit
 # numbers. 4 warps hold a step in 96 registers on sm_90 (at most 128 elsewhere), so that 16 to 20 warps share a
 # multiprocessor and some compute while others wait for memory. Finding the greatest element of a step takes about 30

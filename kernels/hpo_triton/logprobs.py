@@ -29,8 +29,6 @@ from .logits_rows import (
     write_gradient,
 )
 
-__all__ = ["numbers_of", "rows_aligned", "token_logprobs", "token_logprobs_backward", "uninitialised", "widen"]
-
 
 @kernel
 def _forward(

@@ -41,8 +41,6 @@ from .terms import numbers_of as numbers_of_term
 from .terms import pre_of, with_own_penalty
 from .tokens import bits, load_constants, read_tokens, reading_of
 
-__all__ = ["loss_from_logits"]
-
 PROGRAMS_TOGETHER = 4  # on a multiprocessor: of 128 threads that take 128 registers each
 EVICT_FIRST = tl.constexpr("evict_first")
 NO_OWN_PENALTY = tl.constexpr(int(Penalty.NONE))

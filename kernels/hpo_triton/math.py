@@ -6,20 +6,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "SATURATION",
-    "STATISTIC_SATURATION",
-    "clamp",
-    "exp",
-    "is_finite",
-    "k3",
-    "k3_slope",
-    "log",
-    "log_parts",
-    "log_tail",
-    "scored",
-]
-
 # Every exponentiated log-ratio saturates here, so that |w A| <= 1e12 times e^60 stays finite in float.
 SATURATION = tl.constexpr(60.0)
 SCORE_SATURATION = tl.constexpr(2e37)

@@ -45,8 +45,6 @@ from .rows import SLOT_TOKENS, SLOTS
 from .terms import Pre, entering, mean_exp_part
 from .tokens import Reading, load_tokens, read_tokens, up_to
 
-__all__ = ["Prepared", "prepare_leaves"]
-
 GATED = 64  # leaves of one block
 MOST_LEVELS = 4
 COEFFICIENTS = tl.constexpr(SUM.value + 1)

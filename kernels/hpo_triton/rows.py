@@ -15,25 +15,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-__all__ = [
-    "EVICT_NORMALLY",
-    "SLOTS",
-    "SLOT_TOKENS",
-    "TILE",
-    "Range",
-    "Slots",
-    "load",
-    "number_of_slots",
-    "row_of_token",
-    "row_range",
-    "rows_of_few",
-    "slot_count",
-    "slot_owner",
-    "slot_tokens",
-    "store",
-    "tokens_of_slots",
-]
-
 TILE = 1024
 SLOT_TOKENS = 64
 SLOTS = 16  # slots of one program

@@ -11,8 +11,6 @@ import triton.language as tl
 
 from .launch import INTERPRETED, kernel, launch, programs_for
 
-__all__ = ["scale"]
-
 BLOCK = 1 << 16 if INTERPRETED else 2048
 
 

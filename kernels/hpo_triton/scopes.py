@@ -15,8 +15,6 @@ from .launch import INTERPRETED, REGISTERS, kernel, launch
 from .math import is_finite
 from .rows import row_range
 
-__all__ = ["order_statistics", "select_exact"]
-
 STEP = 256 if INTERPRETED else 1024  # tokens; segments are short, and the interpreter's histogram takes them one by one
 
 

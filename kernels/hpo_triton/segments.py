@@ -23,8 +23,6 @@ from .groups import (
 from .launch import INTERPRETED, REGISTERS, kernel, launch
 from .rows import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_tokens
 
-__all__ = ["group_statistics", "recurrence", "row_counts", "row_spans"]
-
 ROWS = 1024  # rows of one program
 MASKED_TOKENS = 512  # tokens of a row whose mask a program reads at once
 # Rows of one program that scans, and units of each that it scans at once; the interpreter scans units one by one.

@@ -15,24 +15,6 @@ from .launch import kernel, launch
 from .math import SATURATION, STATISTIC_SATURATION, clamp, exp, is_finite, k3, k3_slope, scored
 from .rows import row_range
 
-__all__ = [
-    "COLUMNS",
-    "LANES",
-    "LARGEST",
-    "TOTAL",
-    "Counts",
-    "Sums",
-    "add_tokens",
-    "bad_rows",
-    "count_tokens",
-    "finalise",
-    "no_sums",
-    "policy_term",
-    "store_sums",
-    "total",
-    "with_penalty",
-]
-
 LANES = 256  # a lane adds the tokens of one thread, TILE / LANES at a time in float, then in double
 COLUMNS = tl.constexpr(32)  # of one program's sums: metrics 0 to 23, log_ratio_min, log_ratio_max, nothing
 

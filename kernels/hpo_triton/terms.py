@@ -14,23 +14,6 @@ import triton.language as tl
 from ..specs import Head, Penalty, PolicyLossSpec, TermSpec
 from .math import SATURATION, clamp, exp, k3, k3_slope, log, scored
 
-__all__ = [
-    "Numbers",
-    "Pre",
-    "Term",
-    "by_sign",
-    "entering",
-    "general_term",
-    "mean_exp_part",
-    "mean_exp_slope",
-    "numbers_of",
-    "pre_of",
-    "term_of",
-    "through_pre",
-    "with_own_penalty",
-    "with_slopes",
-]
-
 SCORE = tl.constexpr(int(Head.SCORE))
 LOG = tl.constexpr(int(Head.LOG))
 MIRROR = tl.constexpr(int(Head.MIRROR))

@@ -13,20 +13,6 @@ from .launch import aligned
 from .math import SATURATION, clamp, is_finite
 from .rows import load
 
-__all__ = [
-    "Loaded",
-    "Reading",
-    "Rule",
-    "Tokens",
-    "bits",
-    "load_constants",
-    "load_tokens",
-    "read_tokens",
-    "reading_of",
-    "up_to",
-]
-
-
 # Bounds of tokens beyond these are none: epsilons in place of ratios, or what was computed from a broken entropy. One
 # that is meant to be 1 may be rounded.
 HIGHEST_LOW, LOWEST_HIGH = tl.constexpr(1.0 + 1e-6), tl.constexpr(1.0 - 1e-6)

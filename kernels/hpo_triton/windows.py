@@ -18,8 +18,6 @@ from .launch import REGISTERS, aligned, kernel, launch
 from .math import is_finite
 from .rows import TILE, load, row_of_token, row_range, store
 
-__all__ = ["window_score"]
-
 FULL = tl.constexpr(int(Boundary.FULL))
 ZERO = tl.constexpr(int(Boundary.ZERO))
 BREAK = tl.constexpr(int(Invalid.BREAK))

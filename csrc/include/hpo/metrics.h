@@ -31,7 +31,4 @@ enum Metric : int {
   kMetrics
 };
 
-constexpr bool is_minimum(int slot) { return slot == kLogRatioMin; }
-constexpr bool is_maximum(int slot) { return slot == kLogRatioMax; }
-
 }  // namespace hpo

@@ -80,6 +80,8 @@ def compute(rank):
         for kind, change in STATISTICS.items():
             values = change(step.entropy[local_tokens])
             found["fit", name, kind] = window.fit(values, local, process_group=world)
+    averaged = found["token_mean", "mean"]
+    found["penalised"] = penalised(local, local_tokens, mine, step, averaged).all_reduce(world).compute()
     found["single call"] = single_call(local, local_tokens, mine, step, weights[mine], world)
     nobody = hpo.PackedBatch(local.cu_seqlens, torch.zeros_like(local.mask))
     found["fit one rank"] = WINDOWS["token"].fit(
@@ -88,6 +90,13 @@ def compute(rank):
     found["fit nothing"] = WINDOWS["token"].fit(step.entropy[local_tokens], nobody, process_group=world)
     found["ddp"] = train(step, rank)
     return found
+
+
+def penalised(batch, tokens, rows, step, weights):
+    """Metrics of a loss with a penalty."""
+    logp, old_logp = step.logp[tokens], step.old_logp[tokens]
+    options = {"ref_logp": old_logp, "kl": hpo.kl.k3(0.5)}
+    return hpo.policy_loss(logp, old_logp, step.advantages[rows], batch, weights=weights, **options).metrics
 
 
 def single_call(batch, tokens, rows, step, weights, group=None):
@@ -144,6 +153,14 @@ def test_the_gradient_of_two_ranks_is_that_of_one_process(ranks, step, gate):
         loss, grads, _, _ = found[gate]
         assert torch.equal(grads, whole.grad)
         torch.testing.assert_close(loss, whole.loss, rtol=0, atol=1e-6 * whole.grad.abs().sum().item())
+
+
+def test_metrics_under_averaged_gradients(ranks, step):
+    weights = aggregation.token_mean(step.batch)
+    whole = penalised(step.batch, torch.arange(len(step.logp)), range(len(LENGTHS)), step, weights).compute()
+    for name, times in {"loss": 2, "penalty": 2, "kl_reference_k3": 1}.items():
+        for found in ranks:
+            assert found["penalised"][name] == pytest.approx(times * whole[name], rel=1e-5)
 
 
 def test_the_single_call_fits_over_the_ranks(ranks, step):

@@ -4,6 +4,9 @@
 computed once per optimiser step from global counts. The loss and its gradient then do not depend on how the step is cut
 into micro-batches and spread over ranks. docs/distributed.md has a recipe for each engine.
 
+All but ``token_mean`` take each piece of a response that is cut over ranks for a row, since rows with equal
+``trajectory_ids`` may as well be turns. docs/levels_over_ranks.md makes the weights of pieces by hand.
+
 Common arguments:
     total: the count of the whole optimiser step (number or 0-dim tensor) instead of this batch's own: tokens, rows or
         groups. A part from :meth:`PackedBatch.micro_batches` needs it; slices of the weights of the whole do not.
@@ -44,21 +47,44 @@ def default(batch: PackedBatch, of_steps: bool) -> torch.Tensor:
     Raises:
         ValueError: the batch is known to be less: a part of a larger batch, or the share of one of several ranks.
     """
-    check(
-        not batch.is_part,
-        "weights: this batch is a part of a larger one, and by default would count its own tokens alone; pass "
-        "weights[part.rows] of weights = aggregation.token_mean(batch) of the whole",
-    )
-    ranks = _world_size(None)
-    check(
-        ranks == 1,
-        "weights: {} ranks are initialised, and by default each would count its own tokens alone; pass weights="
-        "aggregation.token_mean(batch, process_group=torch.distributed.group.WORLD, gradient_reduction='mean') "
+    check_is_step(
+        "weights",
+        "count",
+        batch,
+        "weights[part.rows] of weights = aggregation.token_mean(batch)",
+        "weights=aggregation.token_mean(batch, process_group=torch.distributed.group.WORLD, gradient_reduction='mean') "
         "('sum' if the engine adds gradients)",
-        ranks,
     )
     weights: torch.Tensor = batch.once(_token_mean_in_steps if of_steps else token_mean)
     return weights
+
+
+def check_is_step(
+    name: str,
+    verb: str,
+    batch: PackedBatch,
+    whole: str,
+    ranks: str,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> None:
+    """Check that a default made of this batch's tokens, and those of the ``group``, is not known to miss some of the
+    optimiser step. ``whole``, ``ranks``: what to pass instead."""
+    check(
+        not batch.is_part,
+        "{}: this batch is a part of a larger one, and by default would {} its own tokens alone; pass {} of the whole",
+        name,
+        verb,
+        whole,
+    )
+    world = _world_size(None)
+    check(
+        world == 1 or group is not None,
+        "{}: {} ranks are initialised, and by default each would {} its own tokens alone; pass {}",
+        name,
+        world,
+        verb,
+        ranks,
+    )
 
 
 def _token_mean_in_steps(batch: PackedBatch) -> torch.Tensor:

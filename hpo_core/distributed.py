@@ -18,8 +18,8 @@ from .checks import check, require_type
 
 Group = torch.distributed.ProcessGroup
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+# All of them: who asks for tensors of a rank refuses a dtype by its own words, on every rank.
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _FORM = 5  # of what a rank gives, in numbers: its length, the place of its dtype, its dimensions, and two more sizes
 
 _GROUP: ContextVar[Group | None] = ContextVar("hpo_core_ranks", default=None)
@@ -41,36 +41,44 @@ def ranks() -> Group | None:
     return None if torch.compiler.is_compiling() else _GROUP.get()
 
 
-def gather(own: torch.Tensor, group: Group) -> list[torch.Tensor]:
+def gather(own: torch.Tensor, group: Group, name: str = "process_group") -> list[torch.Tensor]:
     """``own`` ``[n, ...]`` of every rank, in their order; n may differ. Synchronises: sizes are read.
 
     A rank that has nothing takes dtype and shape from the others: an empty list is a tensor of floats.
 
     Raises:
-        TypeError: dtypes or shapes that differ, on every rank alike: none is left waiting.
+        ValueError, TypeError: no units or too many dimensions on a rank, dtypes or shapes that differ; on every rank
+            alike: none is left waiting. They begin with ``name``.
     """
-    form = torch.zeros(_FORM, dtype=torch.int64)
-    form[: 2 + own.dim()] = torch.tensor([len(own), _DTYPES.index(own.dtype), own.dim(), *own.shape[1:]])
+    length, *others = own.shape or (1,)
+    form = torch.tensor((length, _DTYPES.index(own.dtype), own.dim(), *others, 0, 0)[:_FORM])
     forms = torch.empty(torch.distributed.get_world_size(group), _FORM, dtype=torch.int64, device=own.device)
     torch.distributed.all_gather(list(forms), form.to(own.device), group=group)
     sizes = forms[:, 0].tolist()
     given = sorted({tuple(form) for size, *form in forms.tolist() if size > 0})
+    for _, dimensions, *_ in given:
+        check(
+            0 < dimensions <= _FORM - 2,
+            "{}: expected shape [U] (one per unit), got a tensor of {} dimensions",
+            name,
+            dimensions,
+        )
     require_type(
         len(given) <= 1,
-        "process_group: expected tensors of one dtype and one shape behind the first size on all ranks, got {}",
+        "{}: expected tensors of one dtype and one shape behind the first size on all ranks, got {}",
+        name,
         " and ".join(f"{_DTYPES[kind]} {shape[: dimensions - 1]}" for kind, dimensions, *shape in given),
     )
     if not given:
         return [own] * len(sizes)
     kind, dimensions, *shape = given[0]
-    # Collectives do not take bools.
-    sent = torch.uint8 if _DTYPES[kind] is torch.bool else _DTYPES[kind]
-    padded = torch.zeros(max(sizes), *shape[: dimensions - 1], dtype=sent, device=own.device)
+    padded = torch.zeros(max(sizes), *shape[: dimensions - 1], dtype=_DTYPES[kind], device=own.device)
     if len(own):
         padded[: len(own)] = own.detach()
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    torch.distributed.all_gather(gathered, padded, group=group)
-    return [each[:size].to(_DTYPES[kind]) for each, size in zip(gathered, sizes, strict=True)]
+    sent = padded.view(torch.uint8)  # collectives do not take every dtype
+    gathered = [torch.empty_like(sent) for _ in sizes]
+    torch.distributed.all_gather(gathered, sent, group=group)
+    return [each.view(_DTYPES[kind])[:size] for each, size in zip(gathered, sizes, strict=True)]
 
 
 def merged(table: torch.Tensor, ids: torch.Tensor | None, group: Group) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed
 
-from . import ops
+from . import aggregation, ops
 from .advantages import grpo
 from .advantages.terms import accepted_keywords, check_keywords, gathers_units, level_of, name_of
 from .backends import is_reference, resolve
@@ -204,7 +204,8 @@ def hierarchical_policy_loss(
             ``"row"``.
         gate: as in :func:`policy_loss`.
         options: the keywords of :func:`policy_loss`. ``threshold``: what ``window.fit`` returned for the whole
-            optimiser step; here by default fitted on this batch.
+            optimiser step; here by default fitted on this batch, which must be that step: with ``process_group`` on the
+            batches of its ranks, by collectives of its own (three all-reduces); else on one rank.
 
     >>> import hpo_core as hpo
     >>> batch = hpo.PackedBatch.from_lengths([2, 2], group_ids=torch.tensor([0, 0]))
@@ -218,11 +219,20 @@ def hierarchical_policy_loss(
     advantages = _advantages(advantage, level, rewards, batch, backend)
     options["advantage_level"] = level
     window, entropy, score = options.get("window"), options.get("entropy"), None
-    if window is not None and options.get("threshold") is None:
+    if isinstance(window, EntropyWindow) and window.scope == "batch" and options.get("threshold") is None:
         check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
         assert entropy is not None
+        group = options.get("process_group")
+        aggregation.check_is_step(
+            "threshold",
+            "fit",
+            batch,
+            "threshold=window.fit(entropy, batch)",
+            "threshold=window.fit(entropy, batch, process_group=torch.distributed.group.WORLD)",
+            group,
+        )
         score = window.score(entropy, batch, backend=backend)
-        options["threshold"] = window.fit_score(score, backend=backend)
+        options["threshold"] = window.fit_score(score, process_group=group, backend=backend)
     prepared = prepare(logp, old_logp, advantages, batch, gate, score=score, **options)
     return _run(prepared, options.get("process_group"), backend)
 

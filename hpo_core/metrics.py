@@ -98,7 +98,11 @@ class Metrics:
     @examines
     def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
         """Combine over the ranks of ``group``: one all-gather and a local fold in rank order, bitwise equal on every
-        rank."""
+        rank.
+
+        ``loss`` and ``penalty`` are sums with the weights: under ``gradient_reduction="mean"`` they are those of one
+        process times the number of ranks.
+        """
         return Metrics(fold(gathered(self.vector, group), SLOTS.values()))
 
     @property

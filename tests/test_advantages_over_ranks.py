@@ -45,8 +45,10 @@ CALLS = {
         group_ids=u["groups"], is_correct=u["flags"]
     ),
     "lite_ppo": lambda wrap, u: wrap(functools.partial(A.lite_ppo, ddof=0))(u["rewards"], u["groups"]),
-    "gdpo": lambda wrap, u: wrap(A.gdpo)(u["several"], u["groups"], lengths=u["lengths"]),
-    "dvao": lambda wrap, u: wrap(A.dvao)(u["several"], u["groups"], (1.0, 2.0)),
+    "gdpo": lambda wrap, u: wrap(A.gdpo)(
+        u["several"], u["groups"], lengths=u["lengths"], weights=torch.tensor([1.0, 2.0])
+    ),
+    "dvao": lambda wrap, u: wrap(A.dvao)(u["several"], u["groups"], torch.tensor([1.0, 2.0])),
     "gigpo": lambda wrap, u: wrap(functools.partial(A.gigpo, anchor_ids=u["anchors"]))(
         u["rewards"].nan_to_num(), u["groups"], u["trajectories"]
     ),

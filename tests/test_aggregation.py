@@ -166,11 +166,25 @@ def test_prompt_mean_needs_groups():
 
 
 LENGTHS = ([4, 1], [3], [])  # for each of three ranks
+RESPONSES = ([0, 1], [1], [])  # of which the rows may be pieces
+
+
+def weights_of_pieces(batch, numbers):
+    """Those of docs/levels_over_ranks.md."""
+    numbers = torch.tensor(numbers, dtype=torch.int64)
+    tokens = torch.zeros(2, dtype=torch.int64).scatter_add(0, numbers, batch.row_counts)
+    torch.distributed.all_reduce(tokens)
+    responses = (tokens > 0).sum()
+    given = {"total": responses, "gradient_reduction": "sum"}
+    return {
+        "seq_mean_token_mean": (1.0 / (responses * tokens[numbers].clamp(min=1))).tolist(),
+        **{name: MODES[name](batch, **given).tolist() for name in ("seq_mean_token_sum", "fixed_length")},
+    }
 
 
 def weights_of(rank):
     batch, group = hpo.PackedBatch.from_lengths(LENGTHS[rank]), torch.distributed.group.WORLD
-    return {
+    return {"pieces": weights_of_pieces(batch, RESPONSES[rank])} | {
         (name, reduction): MODES[name](batch, process_group=group, gradient_reduction=reduction).tolist()
         for name in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum")
         for reduction in ("sum", "mean")
@@ -189,3 +203,7 @@ def test_denominators_over_ranks(three_ranks):
         expected = MODES[name](whole)
         assert torch.equal(added, expected)
         torch.testing.assert_close(averaged, 3 * expected, rtol=2e-7, atol=0)
+    uncut = hpo.PackedBatch.from_lengths([4, 1 + 3])
+    for name in ("seq_mean_token_mean", "seq_mean_token_sum", "fixed_length"):
+        pieces = itertools.chain(*(of_rank["pieces"][name] for of_rank in found))
+        assert list(pieces) == MODES[name](uncut)[[0, 1, 1]].tolist()

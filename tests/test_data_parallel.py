@@ -160,6 +160,11 @@ def by_default_in_the_single_call(batch, logp, old, advantages):
     hpo.hierarchical_policy_loss(logp, old, advantages, batch)
 
 
+def by_default_with_a_window(batch, logp, old, advantages):
+    window, weights = hpo.entropy.forking_tokens("0.5"), torch.ones(batch.rows)
+    hpo.hierarchical_policy_loss(logp, old, advantages, batch, weights=weights, window=window, entropy=old.abs())
+
+
 def unsaid(batch, *_):
     aggregation.token_mean(batch, process_group=dist.group.WORLD)
 
@@ -181,6 +186,7 @@ def averaged_of_this_rank(batch, *_):
     [
         (by_default, "weights: 2 ranks are initialised, .*gradient_reduction='mean'"),
         (by_default_in_the_single_call, "weights: 2 ranks are initialised"),
+        (by_default_with_a_window, r"threshold: 2 ranks are initialised, .*=window\.fit\(.*process_group="),
         (unsaid, "gradient_reduction: 2 ranks are initialised: .*'mean' if the engine averages gradients"),
         (unsaid_total, "gradient_reduction: 2 ranks"),
         (of_this_rank, "gradient_reduction: 2 ranks .* pass process_group="),
@@ -216,6 +222,8 @@ def test_a_part_does_not_know_the_counts_of_the_step():
         given = (model(ids[part.tokens]), old[part.tokens], advantages[part.rows])
         with pytest.raises(ValueError, match=r"weights: this batch is a part of a larger one, .* weights\[part.rows\]"):
             hpo.policy_loss(*given, part.batch)
+        with pytest.raises(ValueError, match=r"threshold: this batch is a part of a larger one, .*=window\.fit\("):
+            by_default_with_a_window(part.batch, *given)
         for mode in MODES.values():
             with pytest.raises(ValueError, match="total: this batch is a part of a larger one"):
                 mode(part.batch)

@@ -9,6 +9,7 @@ from ranks import on_ranks
 
 import hpo_core as hpo
 from hpo_core import aggregation, entropy
+from hpo_core.gates import Level, LogClip, RatioGate, Tanh, Unit
 
 LENGTHS = [4, 9, 1, 0, 6, 3, 3, 8]
 SHARES = ([[0, 1, 2], [3, 4]], [[5], [6, 7]])  # rank -> its micro-batches, rows of the step
@@ -22,6 +23,7 @@ MODES = {
     "fixed_length": (functools.partial(aggregation.fixed_length, length=9), "rows"),
     "prompt_mean": (aggregation.prompt_mean, "groups"),
 }
+OF_GROUPS = RatioGate("groups", LogClip((-0.2, -0.2), (0.2, 0.2)), (Level(Tanh(0.05), unit=Unit.GROUP),))
 STATISTICS = {
     "distinct": lambda x: x,
     "tied": lambda x: (4 * x).round(),
@@ -78,6 +80,9 @@ def compute(rank):
         for kind, change in STATISTICS.items():
             values = change(step.entropy[local_tokens])
             found["fit", name, kind] = window.fit(values, local, process_group=world)
+    averaged = found["token_mean", "mean"]
+    found["penalised"] = penalised(local, local_tokens, mine, step, averaged).all_reduce(world).compute()
+    found["single call"] = single_call(local, local_tokens, mine, step, weights[mine], world)
     nobody = hpo.PackedBatch(local.cu_seqlens, torch.zeros_like(local.mask))
     found["fit one rank"] = WINDOWS["token"].fit(
         step.entropy[local_tokens], local if rank else nobody, process_group=world
@@ -85,6 +90,23 @@ def compute(rank):
     found["fit nothing"] = WINDOWS["token"].fit(step.entropy[local_tokens], nobody, process_group=world)
     found["ddp"] = train(step, rank)
     return found
+
+
+def penalised(batch, tokens, rows, step, weights):
+    """Metrics of a loss with a penalty."""
+    logp, old_logp = step.logp[tokens], step.old_logp[tokens]
+    options = {"ref_logp": old_logp, "kl": hpo.kl.k3(0.5)}
+    return hpo.policy_loss(logp, old_logp, step.advantages[rows], batch, weights=weights, **options).metrics
+
+
+def single_call(batch, tokens, rows, step, weights, group=None):
+    """dL/dlogp, with a threshold that the call fits itself."""
+    logp = step.logp[tokens].requires_grad_()
+    hpo.hierarchical_policy_loss(
+        logp, step.old_logp[tokens], step.advantages[rows], batch, gate=OF_GROUPS, weights=weights,
+        window=WINDOWS["token"], entropy=step.entropy[tokens], process_group=group,
+    ).loss.backward()  # fmt: skip
+    return logp.grad
 
 
 class Policy(torch.nn.Module):
@@ -131,6 +153,20 @@ def test_the_gradient_of_two_ranks_is_that_of_one_process(ranks, step, gate):
         loss, grads, _, _ = found[gate]
         assert torch.equal(grads, whole.grad)
         torch.testing.assert_close(loss, whole.loss, rtol=0, atol=1e-6 * whole.grad.abs().sum().item())
+
+
+def test_metrics_under_averaged_gradients(ranks, step):
+    weights = aggregation.token_mean(step.batch)
+    whole = penalised(step.batch, torch.arange(len(step.logp)), range(len(LENGTHS)), step, weights).compute()
+    for name, times in {"loss": 2, "penalty": 2, "kl_reference_k3": 1}.items():
+        for found in ranks:
+            assert found["penalised"][name] == pytest.approx(times * whole[name], rel=1e-5)
+
+
+def test_the_single_call_fits_over_the_ranks(ranks, step):
+    weights = aggregation.token_mean(step.batch)
+    whole = single_call(step.batch, torch.arange(len(step.logp)), range(len(LENGTHS)), step, weights)
+    assert torch.equal(torch.cat([found["single call"] for found in ranks]), whole)
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -110,16 +110,34 @@ def test_the_single_call(holder):
     assert results[0][1] == results[1][1] and results[1 - holder][0] == 0 != results[holder][0]
 
 
-def of_one_kind(rank):
-    ids = torch.tensor([7, 7]) if rank == 0 else torch.tensor([7.0, 7.0])
-    with pytest.raises(TypeError) as raised:
-        advantages.over_ranks(advantages.grpo)(torch.tensor([1.0, 0.0]), ids)
-    return str(raised.value)
+# What is said of the rewards and ids of both ranks.
+REWARDS, IDS = torch.tensor([1.0, 0.0]), torch.tensor([7, 7])
+DISAGREE = "group_ids: expected tensors of one dtype and one shape behind the first size on all ranks, got "
+NO_UNITS = "rewards: expected shape [U] (one per unit), got a tensor of "
+REFUSED = (
+    ([REWARDS, REWARDS], [IDS, IDS.float()], DISAGREE + "torch.float32 [] and torch.int64 []"),
+    ([REWARDS, REWARDS], [IDS, IDS.to(torch.uint16)], DISAGREE + "torch.int64 [] and torch.uint16 []"),
+    ([REWARDS, REWARDS], [IDS.to(torch.uint16)] * 2, "group_ids: expected dtype int32 or int64, got uint16; renumber"),
+    ([REWARDS.cfloat()] * 2, [IDS, IDS], "rewards: expected floating point, got torch.complex64; use .float()"),
+    ([REWARDS, REWARDS[0]], [IDS, IDS], NO_UNITS + "0 dimensions"),
+    ([REWARDS, REWARDS.reshape(1, 1, 1, 2)], [IDS, IDS], NO_UNITS + "4 dimensions"),
+)
 
 
-def test_ranks_that_disagree_raise_together():
-    first, second = on_ranks(2, of_one_kind)
-    assert first == second and "on all ranks, got torch.float32 [] and torch.int64 []" in first
+def refused(rank):
+    said = []
+    for rewards, ids, _ in REFUSED:
+        with pytest.raises((TypeError, ValueError)) as raised:
+            advantages.over_ranks(advantages.grpo)(rewards[rank], ids[rank])
+        said.append(str(raised.value))
+    return said
+
+
+def test_ranks_raise_together():
+    first, second = on_ranks(2, refused)
+    assert first == second
+    for said, (_, _, expected) in zip(first, REFUSED, strict=True):
+        assert said.startswith(expected)
 
 
 def flagged(rank):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed
 from ..arguments import check_group
 from ..checks import check, require_type
 from ..distributed import gather, spanned
-from .terms import level_of, name_of, takes_tables
+from .terms import is_multi_reward, level_of, name_of, takes_tables
 
 
 def over_ranks(
@@ -77,14 +78,15 @@ def _run(
         check(not estimator.args, "estimator: expected a partial of keywords only, got {}", estimator.args)
         keywords = estimator.keywords | keywords
         estimator = estimator.func
-    name = next(iter(inspect.signature(estimator).parameters), "rewards")
-    first, *rest = arguments or (keywords.pop(name, None),)
-    require_type(isinstance(first, torch.Tensor), "{}: expected a tensor, got {}", name, type(first))
-    parts = gather(first.movedim(-1, 0), group)  # rewards [C, U], or [U]
+    names = list(inspect.signature(estimator).parameters) or ["rewards"]
+    first, *rest = arguments or (keywords.pop(names[0], None),)
+    require_type(isinstance(first, torch.Tensor), "{}: expected a tensor, got {}", names[0], type(first))
+    parts = gather(first.movedim(-1, 0), group, names[0])  # rewards [C, U], or [U]
+    everywhere = functools.partial(_everywhere, group, "weights" if is_multi_reward(estimator) else None)
     whole = estimator(
         torch.cat(parts).movedim(0, -1),
-        *(_everywhere(each, group) for each in rest),
-        **{name: _everywhere(keywords[name], group) for name in sorted(keywords)},  # all ranks in one order
+        *map(everywhere, itertools.chain(names[1:], itertools.repeat("")), rest),
+        **{name: everywhere(name, keywords[name]) for name in sorted(keywords)},  # all ranks in one order
     )
     require_type(isinstance(whole, torch.Tensor), "estimator: expected one that returns a tensor, got {}", type(whole))
     before = sum(map(len, parts[: torch.distributed.get_rank(group)]))
@@ -103,13 +105,13 @@ def _with_tables(
         return estimator(*arguments, **keywords)
 
 
-def _everywhere(given: Any, group: torch.distributed.ProcessGroup) -> Any:
-    """What belongs to units, of the units of all ranks; the rest as it is.
+def _everywhere(group: torch.distributed.ProcessGroup, of_rewards: str | None, name: str, given: Any) -> Any:
+    """What belongs to units, of the units of all ranks; the rest as it is, that named ``of_rewards`` too.
 
     Not a closure that calls itself: the cycle would keep the process group, and its threads, beyond its destruction.
     """
     if isinstance(given, list):
-        return [_everywhere(each, group) for each in given]
-    if not isinstance(given, torch.Tensor) or given.dim() != 1:
+        return [_everywhere(group, of_rewards, name, each) for each in given]
+    if not isinstance(given, torch.Tensor) or given.dim() != 1 or name == of_rewards:
         return given
-    return torch.cat(gather(given, group))
+    return torch.cat(gather(given, group, name))

@@ -116,7 +116,7 @@ def test_the_token_at_a_threshold_is_explained():
     (at,) = (window.score(values, example.batch) == state.threshold).nonzero().flatten().tolist()
 
     def kernel(*given, threshold, **keywords):
-        assert threshold is state
+        assert threshold == state
         out = hpo.policy_loss_and_grad(*given, threshold=threshold, **keywords)
         out.grad[at] += 1
         return out

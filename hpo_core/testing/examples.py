@@ -17,7 +17,7 @@ import torch
 from .. import gates
 from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check
+from ..checks import check, examined
 from ..entropy import EntropyWindow, Selection, WindowState
 from ..gates import Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
@@ -437,7 +437,7 @@ def random_scores(seed: int = 0, count: int | None = None, kind: str | None = No
 
 # --------------------------------------------------------------------------------------------------------- devices
 
-Example = TypeVar("Example", bound=tuple[Any, ...])
+Example = TypeVar("Example")
 
 
 def device_of(backend: str) -> str:
@@ -446,22 +446,19 @@ def device_of(backend: str) -> str:
     return "cuda" if backend == "cuda" or compiled else "cpu"
 
 
-def move(example: Example, device: str) -> Example:
-    """The example on another device, with its strides."""
-    return type(example)(*(_moved(value, device) for value in example))
-
-
-def _moved(value: Any, device: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.device.type == device or value.is_contiguous():
-            return value.to(device)
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device).copy_(value)
-    if isinstance(value, PackedBatch):
-        return value if value.device.type == device else value.to(device)
-    if isinstance(value, WindowState):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: _moved(item, device) for name, item in value.items()}
-    if isinstance(value, GateInputs | Selection):
-        return type(value)(*(_moved(item, device) for item in value))
-    return tuple(_moved(item, device) for item in value) if type(value) is tuple else value
+def move(example: Example, device: str | torch.device) -> Example:
+    """A copy of the example on a device, with its strides and alignment: what is written there leaves the example."""
+    moved: Any = example
+    if isinstance(example, torch.Tensor):
+        x = examined("example", example).detach()
+        memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+        moved = memory.to(device, copy=True).as_strided(x.size(), x.stride(), x.storage_offset())
+    elif isinstance(example, PackedBatch):
+        moved = PackedBatch.__new__(PackedBatch)
+        moved.__setstate__(move(example.__getstate__(), device))
+    elif isinstance(example, dict):
+        moved = {name: move(value, device) for name, value in example.items()}
+    elif isinstance(example, tuple):
+        values = [move(value, device) for value in example]
+        moved = type(example)(*values) if hasattr(example, "_fields") else tuple(values)
+    return moved  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "GRADIENT",
     "PROMISES",
+    "UNWRITTEN",
     "Inapplicable",
     "Promise",
     "Run",
@@ -29,6 +30,7 @@ __all__ = [
 Run = Callable[[Any], Any]
 
 GRADIENT = "gradient"  # a requirement of promises that is no keyword
+UNWRITTEN = "inputs are not written"  # of one call: check() compares its arguments with copies from before it
 
 
 class Inapplicable(Exception):

@@ -12,7 +12,7 @@ from ..gates import Clip, FirstOrder, Penalty
 from .budget import Expected, assert_within_budget
 from .examples import PolicyLossExample
 from .expected import Outcome, expect_policy_loss
-from .promises import GRADIENT, Inapplicable, Run, distinct, growing, promise, same, shifted, strided
+from .promises import GRADIENT, UNWRITTEN, Inapplicable, Run, distinct, growing, promise, same, shifted, strided
 
 __all__ = ["NOTHING_VALID", "has_tokens"]
 
@@ -66,6 +66,11 @@ def _(run: Run, example: PolicyLossExample) -> None:
     before = run(example)
     _same_outcome(run(example.on_tokens(strided).on_rows(strided)), before, "where inputs have stride 2")
     _same_outcome(run(example.on_tokens(shifted).on_rows(shifted)), before, "where inputs begin off alignment")
+
+
+@promise("policy_loss kl", UNWRITTEN)
+def _(run: Run, example: PolicyLossExample) -> None:
+    run(example)
 
 
 @promise("policy_loss", "packed: rows do not see each other", GRADIENT)

@@ -27,6 +27,7 @@ from .examples import (
     ScoresExample,
     WindowExample,
     check_features,
+    move,
     random_policy_loss,
 )
 from .expected import Outcome, accepts, run_policy_loss
@@ -57,11 +58,14 @@ class Subject(NamedTuple):
 
 
 class Recorded:
-    """A function that keeps its signature and remembers its last arguments by name."""
+    """A function that keeps its signature and remembers its last arguments by name: ``given``, and ``received``, copies
+    from before the call."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.received = fn, {}  # type: ignore[var-annotated]
+        self.fn = fn
+        self.given: dict[Any, Any] = {}
+        self.received: dict[Any, Any] = {}
         try:
             self.__signature__ = inspect.signature(fn)
         except ValueError:  # builtins of PyTorch have no signature
@@ -70,9 +74,10 @@ class Recorded:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         try:
-            self.received = self.__signature__.bind(*arguments, **keywords).arguments
+            self.given = self.__signature__.bind(*arguments, **keywords).arguments
         except TypeError:  # the call below raises the same error
-            self.received = dict(enumerate(arguments)) | keywords
+            self.given = dict(enumerate(arguments)) | keywords
+        self.received = move(self.given, "cpu")
         return self.fn(*arguments, **keywords)
 
 

@@ -26,7 +26,9 @@ def off_by_one_percent_at(*tokens):
     return kernel
 
 
-@pytest.mark.parametrize("gate", [gates.dapo(), gates.gspo(), gates.fiberpo(), gates.step_gspo()], ids=lambda g: g.name)
+@pytest.mark.parametrize(
+    "gate", [gates.dapo(), gates.gspo(), gates.reconstructed.fiberpo_domain(), gates.step_gspo()], ids=lambda g: g.name
+)
 def test_kernels_that_agree_have_nothing_to_explain(gate, backend):
     found = testing.explain(example_of(gate), backend)
     assert found.token is None and found.differing == 0 and str(found) == "no token differs"

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from catalogue import CATALOGUE
 
 import hpo_core as hpo
 from hpo_core import gates, testing
@@ -349,6 +350,15 @@ def test_unknown_names_are_refused():
         testing.check(biased_std, "grpo", only=["exakt"])
     with pytest.raises(ValueError, match="features: expected names"):
         testing.random_policy_loss(features=["weight"])
+    for wrong, made in (
+        ({"gate": "dapo"}, "gates.dapo"),
+        ({"penalty": 0.1}, "kl.k3"),
+        ({"window": 3}, "entropy.forking_tokens"),
+    ):
+        with pytest.raises(TypeError, match=f"^{next(iter(wrong))}: expected one such as {made}"):
+            testing.check(hpo.policy_loss, **wrong)
+    with pytest.raises(ValueError, match=r"^padded: a mask \[B, L\] has no steps, .*'p3o'"):
+        testing.check(padded_ppo, gate=gates.reconstructed.p3o(), padded=True)
     for wrong in ({"features": ["windows"]}, {"device": "gpu"}, {"examples": 0}):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected "):
             testing.check(hpo.policy_loss, **wrong)
@@ -360,6 +370,25 @@ def test_promises_about_features_that_are_left_out_are_not_judged(features):
     report = testing.check(hpo.policy_loss, examples=3, features=features, only=only, backend="reference")
     needs = ("window", "weights", "weights")
     assert [verdict.kept for verdict in report.verdicts] == [True if need in features else None for need in needs]
+
+
+# Of steps, groups and domains, and with a target.
+ODD = ("hierarchy: step_gspo", "hierarchy: two_scale", "preset: p3o", "hierarchy: fiberpo_domain", "preset: bpo")
+
+
+OTHERS = [name for name in CATALOGUE if name.startswith(("preset: ", "hierarchy: ")) and name not in ODD]
+
+
+@pytest.mark.parametrize("name", [*ODD, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+def test_our_own_loss_keeps_its_promises_under_every_gate(name):
+    report = testing.check(functools.partial(hpo.policy_loss, backend="cpu"), gate=CATALOGUE[name], examples=5)
+    report.raise_for_broken()
+    coarse = {level.unit for level in CATALOGUE[name].levels} & {gates.Unit.GROUP, gates.Unit.DOMAIN}
+    assert sum("whose rows see each other" in each.detail for each in report.verdicts) == (2 if coarse else 0)
+
+
+def test_without_weights_a_gate_of_steps_counts_the_tokens_in_steps():
+    testing.check(hpo.policy_loss, gate=gates.step_gspo(), features=[], only=["exact"], examples=20).raise_for_broken()
 
 
 def test_strategies_without_hypothesis_say_so(monkeypatch):

@@ -158,6 +158,14 @@ def check(
         "only: expected names from promises({!r}), got {}", op, sorted(set(asked) - set(promises(op))),
     )  # fmt: skip
     require_type(callable(fn), "fn: expected a function, got {!r}", fn)
+    for name, given, made, such in (
+        ("gate", gate, RatioGate, "gates.dapo()"),
+        ("penalty", penalty, KLPenalty, "kl.k3(0.1)"),
+        ("window", window, EntropyWindow, "entropy.forking_tokens()"),
+    ):
+        require_type(
+            given is None or isinstance(given, made), "{}: expected one such as {}, got {!r}", name, such, given
+        )
     require(isinstance(examples, int) and examples >= 1, "examples: expected an integer >= 1, got {!r}", examples)
     _check_device(device)
     left_out = withheld(features)

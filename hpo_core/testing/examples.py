@@ -21,7 +21,7 @@ from ..checks import check, examined
 from ..entropy import EntropyWindow, Selection, WindowState
 from ..gates import Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
-from ..specs import OrderRule
+from ..specs import OrderRule, Unit
 from .budget import MARGIN
 from .layouts import Layout, random_layout, row_of_tokens, valid_tokens
 
@@ -40,6 +40,7 @@ __all__ = [
     "random_scores",
     "random_steps",
     "random_window",
+    "units_of",
 ]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -99,6 +100,15 @@ class PolicyLossExample(NamedTuple):
         return torch.where(row >= 0, self.batch.trajectories[0][row.clamp(min=0)], -1)
 
     @property
+    def coarsest(self) -> Unit:
+        """The coarsest unit of the gate, at least the trajectory: rows of one segment see each other."""
+        return max({Unit.TRAJECTORY} | units_of(self.gate))
+
+    def first_rows(self, unit: Unit) -> torch.Tensor:
+        """The first row of the segment of each row ``[S]``, of a unit of rows."""
+        return self.batch.hierarchy((unit,)).ancestors[0]
+
+    @property
     def kl_weight(self) -> torch.Tensor | None:
         """The factors on the penalty ``[T]``: all that the selection of an example holds."""
         given: Selection = self.keywords.get("selection", Selection())
@@ -112,8 +122,12 @@ class PolicyLossExample(NamedTuple):
         return out
 
     def weights(self) -> torch.Tensor:
-        """The row weights ``[S]``: the given ones, or the default, 1 / the number of valid tokens."""
-        default = self.logp.new_full((self.batch.rows,), 1.0 / max(int(self.valid().sum()), 1), dtype=torch.float32)
+        """The row weights ``[S]``: the given ones, or the default, 1 / the number of valid tokens (under a gate of
+        steps: of those in a step)."""
+        counted = self.valid()
+        if self.gate.of_steps:
+            counted = counted & (self.batch.step_of_token() >= 0)
+        default = self.logp.new_full((self.batch.rows,), 1.0 / max(int(counted.sum()), 1), dtype=torch.float32)
         given: torch.Tensor = self.keywords.get("weights", default)
         return given
 
@@ -185,6 +199,11 @@ class PolicyLossExample(NamedTuple):
         backend = self.batch.device.type if state.scored_by == "cpu or cuda" else state.scored_by
         selection = window.selection(entropy, self.batch, state, backend=backend)
         return self.without("window", "threshold").given(selection=selection)
+
+
+def units_of(gate: RatioGate) -> set[Unit]:
+    """The units of its levels and corrections."""
+    return {level.unit for level in gate.levels} | {each.unit for each in gate.corrections if each.unit is not None}
 
 
 def check_features(features: Collection[str]) -> None:
@@ -447,7 +466,7 @@ def device_of(backend: str) -> str:
 
 
 def move(example: Example, device: str | torch.device) -> Example:
-    """A copy of the example on a device, with its strides and alignment: what is written there leaves the example."""
+    """A copy of the example on a device, with its strides and alignment; what is written to it stays there."""
     moved: Any = example
     if isinstance(example, torch.Tensor):
         x = examined("example", example).detach()

@@ -17,7 +17,7 @@ from ..checks import require_type
 from ..entropy import EntropyWindow, Selection, forking_tokens
 from ..gates import RatioGate
 from ..kl import KLPenalty
-from ..specs import OrderRule
+from ..specs import OrderRule, Unit
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
 from .examples import (
     FEATURES,
@@ -29,6 +29,7 @@ from .examples import (
     check_features,
     move,
     random_policy_loss,
+    units_of,
 )
 from .expected import Outcome, accepts, run_policy_loss
 from .layouts import Layout
@@ -113,6 +114,11 @@ def of_policy_loss(
     gradient: bool,
     options: dict[str, Any],
 ) -> Subject:
+    require(
+        not padded or units_of(gate) <= {Unit.TRAJECTORY},
+        "padded: a mask [B, L] has no steps, groups or domains, which the gate {!r} needs; take a packed kernel",
+        gate.name,
+    )
     kernel = of_rectangles(fn) if padded else fn
     call = functools.partial(run_policy_loss, kernel, gradient=gradient, **options)
     notes: list[str] = []

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from catalogue import CATALOGUE
 
 import hpo_core as hpo
 from hpo_core import gates, testing
@@ -56,7 +57,7 @@ def test_a_correct_kernel_keeps_every_supported_promise():
     report.raise_for_broken()
     assert report.kept == tuple(name for name in testing.promises() if name != scores)
     assert 0 < report.worst <= 1
-    head = f"policy_loss: of 12 promises 11 kept, 0 broken, 1 not supported; {EXAMPLES} examples each"
+    head = f"policy_loss: of 13 promises 12 kept, 0 broken, 1 not supported; {EXAMPLES} examples each"
     assert str(report).startswith(head)
     assert f"not supported  {scores}  (the kernel has no window, threshold, entropy)" in str(report)
 
@@ -144,7 +145,7 @@ def test_padded_kernels_are_given_rectangles():
 def test_penalties():
     assert testing.check(lambda logp, ref: (ref - logp).exp() - 1 - (ref - logp), "kl", examples=EXAMPLES).ok
     square = testing.check(lambda logp, ref: 0.5 * (logp - ref) ** 2, "kl", penalty=hpo.kl.k2(1.0), examples=EXAMPLES)
-    assert square.kept == testing.promises("kl") == ("exact", "deterministic", "strides are honoured")
+    assert square.kept == testing.promises("kl") == ("exact", "deterministic", "strides are honoured", UNWRITTEN)
     assert "exact" in testing.check(lambda logp, ref: 0.5 * (logp - ref) ** 2, "kl", examples=EXAMPLES).broken
     k1 = hpo.kl.k1(1.0)
     no_gradient = testing.check(lambda logp, ref: logp.detach() - ref, "kl", penalty=k1, gradient=False, examples=20)
@@ -294,6 +295,31 @@ def test_the_fault_is_named(kernel, op, promise, detail):
     assert verdict.kept is False and detail in verdict.detail and verdict.received
 
 
+def test_a_kernel_that_writes_its_inputs_is_judged_by_what_it_was_given():
+    def clamps(logp, old_logp, advantages, batch, *, gate, weights):
+        return eager_ppo(logp, old_logp, advantages.clamp_(min=0.0), batch, gate=gate, weights=weights)
+
+    def clamps_rewards(rewards, group_ids):
+        return hpo.advantages.dr_grpo(rewards.clamp_(min=0.0), group_ids, backend="reference")
+
+    def zeroes(entropy, batch):
+        return hpo.entropy.forking_tokens().fit_apply(entropy.zero_(), batch, backend="reference")[1]
+
+    for kernel, op, name in (
+        (clamps, "policy_loss", "advantages"),
+        (clamps_rewards, "dr_grpo", "rewards"),
+        (zeroes, "window_mask", "entropy"),
+    ):
+        exact = next(each for each in testing.promises(op) if each.startswith("exact"))
+        report = testing.check(kernel, op, examples=20, only=[exact, UNWRITTEN])
+        assert report.broken == (exact, UNWRITTEN), report
+        assert report.verdicts[1].detail == f"the kernel wrote what it was given as {name}"
+    assert (
+        "rewards = [-" in testing.check(clamps_rewards, "dr_grpo", examples=20, only=[UNWRITTEN]).verdicts[0].received
+    )
+    assert testing.explain(testing.random_policy_loss(0, gates.ppo_clip()), clamps).differing == 2
+
+
 def test_the_example_is_shrunk():
     """One masked token is enough to show a read of masked tokens."""
     report = testing.check(masked_read, examples=EXAMPLES, only=["masked is never read"])
@@ -324,6 +350,15 @@ def test_unknown_names_are_refused():
         testing.check(biased_std, "grpo", only=["exakt"])
     with pytest.raises(ValueError, match="features: expected names"):
         testing.random_policy_loss(features=["weight"])
+    for wrong, made in (
+        ({"gate": "dapo"}, "gates.dapo"),
+        ({"penalty": 0.1}, "kl.k3"),
+        ({"window": 3}, "entropy.forking_tokens"),
+    ):
+        with pytest.raises(TypeError, match=f"^{next(iter(wrong))}: expected one such as {made}"):
+            testing.check(hpo.policy_loss, **wrong)
+    with pytest.raises(ValueError, match=r"^padded: a mask \[B, L\] has no steps, .*'p3o'"):
+        testing.check(padded_ppo, gate=gates.reconstructed.p3o(), padded=True)
     for wrong in ({"features": ["windows"]}, {"device": "gpu"}, {"examples": 0}):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected "):
             testing.check(hpo.policy_loss, **wrong)
@@ -335,6 +370,25 @@ def test_promises_about_features_that_are_left_out_are_not_judged(features):
     report = testing.check(hpo.policy_loss, examples=3, features=features, only=only, backend="reference")
     needs = ("window", "weights", "weights")
     assert [verdict.kept for verdict in report.verdicts] == [True if need in features else None for need in needs]
+
+
+# Of steps, groups and domains, and with a target.
+ODD = ("hierarchy: step_gspo", "hierarchy: two_scale", "preset: p3o", "hierarchy: fiberpo_domain", "preset: bpo")
+
+
+OTHERS = [name for name in CATALOGUE if name.startswith(("preset: ", "hierarchy: ")) and name not in ODD]
+
+
+@pytest.mark.parametrize("name", [*ODD, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+def test_our_own_loss_keeps_its_promises_under_every_gate(name):
+    report = testing.check(functools.partial(hpo.policy_loss, backend="cpu"), gate=CATALOGUE[name], examples=5)
+    report.raise_for_broken()
+    coarse = {level.unit for level in CATALOGUE[name].levels} & {gates.Unit.GROUP, gates.Unit.DOMAIN}
+    assert sum("whose rows see each other" in each.detail for each in report.verdicts) == (2 if coarse else 0)
+
+
+def test_without_weights_a_gate_of_steps_counts_the_tokens_in_steps():
+    testing.check(hpo.policy_loss, gate=gates.step_gspo(), features=[], only=["exact"], examples=20).raise_for_broken()
 
 
 def test_strategies_without_hypothesis_say_so(monkeypatch):
@@ -600,6 +654,7 @@ MASKED, OVERFLOW = "masked is never read", "overflow-safe: log-ratios saturate a
 NOTHING, OFFSET = "nothing valid: loss 0, gradient 0", "an offset common to a group costs no digits"
 IDENTICAL = "identical rewards get exactly 0"
 MICRO = "micro-batch-invariant: parts add up to the whole"
+UNWRITTEN = "inputs are not written"
 PEERS = {
     "verl vanilla": lambda: (verl_policy_loss("vanilla"), "policy_loss", gates.ppo_clip(0.2, 0.2, ratio_dual=3.0)),
     "verl gspo": lambda: (

@@ -19,7 +19,7 @@ from ..kl import KLPenalty
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
 from .examples import PolicyLossExample, move
 from .expected import Outcome, accepts
-from .promises import GRADIENT, PROMISES, Inapplicable, Promise
+from .promises import GRADIENT, PROMISES, UNWRITTEN, Inapplicable, Promise
 from .promises_of_losses import NOTHING_VALID, has_tokens
 from .strategies import hypothesis
 from .subjects import ESTIMATORS, OTHERS, Recorded, Run, estimator_of, of_advantages, of_policy_loss, withheld
@@ -156,6 +156,14 @@ def check(
         "only: expected names from promises({!r}), got {}", op, sorted(set(asked) - set(promises(op))),
     )  # fmt: skip
     require_type(callable(fn), "fn: expected a function, got {!r}", fn)
+    for name, given, made, such in (
+        ("gate", gate, RatioGate, "gates.dapo()"),
+        ("penalty", penalty, KLPenalty, "kl.k3(0.1)"),
+        ("window", window, EntropyWindow, "entropy.forking_tokens()"),
+    ):
+        require_type(
+            given is None or isinstance(given, made), "{}: expected one such as {}, got {!r}", name, such, given
+        )
     require(isinstance(examples, int) and examples >= 1, "examples: expected an integer >= 1, got {!r}", examples)
     _check_device(device)
     left_out = withheld(features)
@@ -169,8 +177,7 @@ def check(
         subject = OTHERS[kind](recorded, padded=padded, gradient=gradient, window=window, penalty=penalty, **options)
 
     def run(example: Any) -> Any:
-        out = subject.call(move(example, device))
-        return move(out, "cpu") if isinstance(out, Outcome) else out.cpu()
+        return move(subject.call(move(example, device)), "cpu")
 
     def verdict_on(promise: Promise, run: Run = run) -> Verdict:
         missing = [need for need in promise.needs if not (gradient if need == GRADIENT else accepts(recorded, need))]
@@ -226,6 +233,8 @@ def _search(promise: Promise, run: Run, recorded: Recorded, strategy: Any, examp
         recorded.received = {}
         try:
             worst.append(promise.holds(run, example) or 0.0)
+            written = _written(recorded) if promise.name == UNWRITTEN else ""
+            assert not written, f"the kernel wrote what it was given as {written}"
         except Inapplicable as reason:
             inapplicable.append(str(reason))
         except Exception as error:
@@ -254,6 +263,11 @@ def _search(promise: Promise, run: Run, recorded: Recorded, strategy: Any, examp
     if inapplicable:
         return Verdict(promise.name, None, inapplicable[0])
     return Verdict(promise.name, True, worst=max(worst))
+
+
+def _written(recorded: Recorded) -> str:
+    """The names of the arguments that are not what they were before the call."""
+    return ", ".join(name for name, value in recorded.received.items() if _show(recorded.given[name]) != _show(value))
 
 
 def _show(value: Any) -> str:

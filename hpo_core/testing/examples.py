@@ -17,11 +17,11 @@ import torch
 from .. import gates
 from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check
+from ..checks import check, examined
 from ..entropy import EntropyWindow, Selection, WindowState
 from ..gates import Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
-from ..specs import OrderRule
+from ..specs import OrderRule, Unit
 from .budget import MARGIN
 from .layouts import Layout, below, random_layout, row_of_tokens, valid_tokens
 
@@ -82,6 +82,15 @@ class PolicyLossExample(NamedTuple):
         return torch.where(row >= 0, self.batch.trajectories[0][row.clamp(min=0)], -1)
 
     @property
+    def coarsest(self) -> Unit:
+        """The coarsest unit of the gate, at least the trajectory: rows of one segment see each other."""
+        return max({Unit.TRAJECTORY} | units_of(self.gate))
+
+    def first_rows(self, unit: Unit) -> torch.Tensor:
+        """The first row of the segment of each row ``[S]``, of a unit of rows."""
+        return self.batch.hierarchy((unit,)).ancestors[0]
+
+    @property
     def kl_weight(self) -> torch.Tensor | None:
         """The factors on the penalty ``[T]``: all that the selection of an example holds."""
         given: Selection = self.keywords.get("selection", Selection())
@@ -95,8 +104,12 @@ class PolicyLossExample(NamedTuple):
         return out
 
     def weights(self) -> torch.Tensor:
-        """The row weights ``[S]``: the given ones, or the default, 1 / the number of valid tokens."""
-        default = self.logp.new_full((self.batch.rows,), 1.0 / max(int(self.valid().sum()), 1), dtype=torch.float32)
+        """The row weights ``[S]``: the given ones, or the default, 1 / the number of valid tokens (under a gate of
+        steps: of those in a step)."""
+        counted = self.valid()
+        if self.gate.of_steps:
+            counted = counted & (self.batch.step_of_token() >= 0)
+        default = self.logp.new_full((self.batch.rows,), 1.0 / max(int(counted.sum()), 1), dtype=torch.float32)
         given: torch.Tensor = self.keywords.get("weights", default)
         return given
 
@@ -168,6 +181,11 @@ class PolicyLossExample(NamedTuple):
         backend = self.batch.device.type if state.scored_by == "cpu or cuda" else state.scored_by
         selection = window.selection(entropy, self.batch, state, backend=backend)
         return self.without("window", "threshold").given(selection=selection)
+
+
+def units_of(gate: RatioGate) -> set[Unit]:
+    """The units of its levels and corrections."""
+    return {level.unit for level in gate.levels} | {each.unit for each in gate.corrections if each.unit is not None}
 
 
 def check_features(features: Collection[str]) -> None:
@@ -411,7 +429,7 @@ def random_scores(seed: int = 0, count: int | None = None, kind: str | None = No
 
 # --------------------------------------------------------------------------------------------------------- devices
 
-Example = TypeVar("Example", bound=tuple[Any, ...])
+Example = TypeVar("Example")
 
 
 def device_of(backend: str) -> str:
@@ -420,22 +438,19 @@ def device_of(backend: str) -> str:
     return "cuda" if backend == "cuda" or compiled else "cpu"
 
 
-def move(example: Example, device: str) -> Example:
-    """The example on another device, with its strides."""
-    return type(example)(*(_moved(value, device) for value in example))
-
-
-def _moved(value: Any, device: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.device.type == device or value.is_contiguous():
-            return value.to(device)
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device).copy_(value)
-    if isinstance(value, PackedBatch):
-        return value if value.device.type == device else value.to(device)
-    if isinstance(value, WindowState):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: _moved(item, device) for name, item in value.items()}
-    if isinstance(value, GateInputs | Selection):
-        return type(value)(*(_moved(item, device) for item in value))
-    return tuple(_moved(item, device) for item in value) if type(value) is tuple else value
+def move(example: Example, device: str | torch.device) -> Example:
+    """A copy of the example on a device, with its strides and alignment; what is written to it stays there."""
+    moved: Any = example
+    if isinstance(example, torch.Tensor):
+        x = examined("example", example).detach()
+        memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+        moved = memory.to(device, copy=True).as_strided(x.size(), x.stride(), x.storage_offset())
+    elif isinstance(example, PackedBatch):
+        moved = PackedBatch.__new__(PackedBatch)
+        moved.__setstate__(move(example.__getstate__(), device))
+    elif isinstance(example, dict):
+        moved = {name: move(value, device) for name, value in example.items()}
+    elif isinstance(example, tuple):
+        values = [move(value, device) for value in example]
+        moved = type(example)(*values) if hasattr(example, "_fields") else tuple(values)
+    return moved  # type: ignore[no-any-return]

@@ -40,8 +40,8 @@ class Layout:
         steps = _steps(ends, draw)
         trajectories = _ids(rows, rows - 2, draw) if self.shared else None
         groups = _ids(rows, rows // 2, draw)
-        if trajectories is not None:  # all rows of a trajectory are in the group of its first row
-            groups = groups[(trajectories == trajectories[:, None]).int().argmax(1)] if rows else groups
+        if trajectories is not None:
+            groups = _nested(groups, trajectories)
         return PackedBatch(
             ends,
             None if self.masked == "none" else mask,
@@ -49,12 +49,18 @@ class Layout:
             steps=steps,
             trajectory_ids=trajectories,
             group_ids=groups,
+            domain_ids=_nested(_ids(rows, rows // 4, draw), groups),
         )
 
 
 def _ids(count: int, kinds: int, draw: torch.Generator) -> torch.Tensor:
     """Ids as users have them: any integers, in any order, with gaps."""
     return torch.randint(0, max(kinds, 1), (count,), generator=draw, device="cpu") * 1_000_003 + 5
+
+
+def _nested(ids: torch.Tensor, finer: torch.Tensor) -> torch.Tensor:
+    """The ids of the first row of each finer segment, at all its rows."""
+    return ids[(finer == finer[:, None]).int().argmax(1)] if ids.numel() else ids
 
 
 def _steps(ends: torch.Tensor, draw: torch.Generator) -> torch.Tensor:

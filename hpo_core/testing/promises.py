@@ -15,6 +15,7 @@ import torch
 Run = Callable[[Any], Any]
 
 GRADIENT = "gradient"  # a requirement of promises that is no keyword
+UNWRITTEN = "inputs are not written"  # of one call: check() compares its arguments with copies from before it
 
 
 class Inapplicable(Exception):

@@ -15,7 +15,7 @@ import torch
 from .budget import Expected, assert_within_budget
 from .examples import RewardsExample
 from .expected import accepts, expect_rewards
-from .promises import Inapplicable, Run, distinct, promise, same, shifted, strided
+from .promises import UNWRITTEN, Inapplicable, Run, distinct, promise, same, shifted, strided
 
 
 class Estimator(NamedTuple):
@@ -93,6 +93,11 @@ def _(run: Run, drawn: Rewards) -> None:
     before = run(drawn[0])
     same("the advantages", run(_on_units(drawn[0], strided)), before, "where inputs have stride 2")
     same("the advantages", run(_on_units(drawn[0], shifted)), before, "where inputs begin off alignment")
+
+
+@promise("advantages", UNWRITTEN)
+def _(run: Run, drawn: Rewards) -> None:
+    run(drawn[0])
 
 
 @promise("advantages", "groups do not see each other")

@@ -12,7 +12,7 @@ from ..specs import INDEX_RULES, OrderRule
 from .budget import assert_within_budget
 from .examples import MaskExample, ScoresExample, WindowExample
 from .expected import expect_window
-from .promises import Run, promise, same, shifted, strided
+from .promises import UNWRITTEN, Run, promise, same, shifted, strided
 
 # -------------------------------------------------------------------------------------------------------------- windows
 
@@ -126,6 +126,11 @@ def _(run: Run, example: ScoresExample) -> None:
     before = run(example)
     same("the threshold", run(example._replace(score=strided(example.score))), before, "where scores have stride 2")
     same("the threshold", run(example._replace(score=shifted(example.score))), before, "where scores are not aligned")
+
+
+@promise("window_mean window_mask order_statistic quantile", UNWRITTEN)
+def _(run: Run, example: WindowExample | MaskExample | ScoresExample) -> None:
+    run(example)
 
 
 @promise("order_statistic quantile", "the order of the scores does not matter")

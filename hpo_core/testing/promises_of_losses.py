@@ -7,12 +7,11 @@ import math
 
 import torch
 
-from ..batch import PackedBatch
-from ..gates import Clip, FirstOrder, Penalty
+from ..gates import Clip, FirstOrder, Penalty, Unit
 from .budget import Expected, assert_within_budget
 from .examples import PolicyLossExample
 from .expected import Outcome, expect_policy_loss
-from .promises import GRADIENT, Inapplicable, Run, distinct, growing, promise, same, shifted, strided
+from .promises import GRADIENT, UNWRITTEN, Inapplicable, Run, distinct, growing, promise, same, shifted, strided
 
 NOTHING_VALID = "nothing valid: loss 0, gradient 0"
 
@@ -66,14 +65,23 @@ def _(run: Run, example: PolicyLossExample) -> None:
     _same_outcome(run(example.on_tokens(shifted).on_rows(shifted)), before, "where inputs begin off alignment")
 
 
+@promise("policy_loss kl", UNWRITTEN)
+def _(run: Run, example: PolicyLossExample) -> None:
+    run(example)
+
+
+def _require_trajectories_alone(example: PolicyLossExample) -> None:
+    if example.coarsest is not Unit.TRAJECTORY:
+        raise Inapplicable(f"the gate has a level of {example.coarsest.name.lower()}s, whose rows see each other")
+
+
 @promise("policy_loss", "packed: rows do not see each other", GRADIENT)
 def _(run: Run, example: PolicyLossExample) -> None:
-    before, owner, valid = run(example), example.trajectory(), example.valid()
-    trajectory_of_row = torch.arange(example.batch.rows, device="cpu")
-    if example.batch.trajectories is not None:
-        trajectory_of_row = example.batch.trajectories[0]
+    _require_trajectories_alone(example)
+    before, valid, trajectory = run(example), example.valid(), example.first_rows(Unit.TRAJECTORY)
+    owner = example.spread(trajectory)
     for kept in distinct(owner[valid]):
-        changed = example.on_tokens(growing(valid & (owner != kept))).on_rows(growing(trajectory_of_row != kept))
+        changed = example.on_tokens(growing(valid & (owner != kept))).on_rows(growing(trajectory != kept))
         own = owner == kept
         same(
             "the gradient of a row", _grad(run(changed))[own], _grad(before)[own], "after only other rows were changed"
@@ -92,10 +100,8 @@ def _(run: Run, example: PolicyLossExample) -> None:
 
 @promise("policy_loss", NOTHING_VALID)
 def _(run: Run, example: PolicyLossExample) -> None:
-    batch = example.batch
-    nothing = torch.zeros(batch.total_tokens, dtype=torch.bool, device="cpu")
-    empty = PackedBatch(batch.cu_seqlens, nothing, trajectory_ids=batch.trajectory_ids)
-    out = run(example._replace(batch=empty))
+    nothing = torch.zeros(example.batch.total_tokens, dtype=torch.bool, device="cpu")
+    out = run(example._replace(batch=example.batch.replace(mask=nothing)))
     zeros = None if out.grad is None else torch.zeros_like(out.grad)
     _same_outcome(out, Outcome(torch.zeros_like(out.loss), zeros, None, None), "with all masked")
 
@@ -106,19 +112,20 @@ def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Ten
     of_gate = example.gate_inputs
     if of_gate.token_weight is not None:
         of_gate = of_gate._replace(token_weight=torch.ones_like(of_gate.token_weight))
-        example = example._replace(keywords=example.keywords | {"gate_inputs": of_gate})
-    if example.gate.first_order in (FirstOrder.SCALED, FirstOrder.SEGMENT_SUM, FirstOrder.TARGET):
+    if example.gate.first_order is FirstOrder.TARGET:  # the one on the advantage's side of 1
+        of_gate = of_gate._replace(target=1 + example.advantages.sign() / 2)
+    if "gate_inputs" in example.keywords:
+        example = example.given(gate_inputs=of_gate)
+    if example.gate.first_order in (FirstOrder.SCALED, FirstOrder.SEGMENT_SUM):
         raise Inapplicable(f"the gate promises {example.gate.first_order.value}")
     if example.gate.penalty is Penalty.K1:
         raise Inapplicable("the gate's own penalty has a gradient on-policy")
-    if example.gate.first_order is FirstOrder.SEGMENT_MEAN:  # -w A only if w and A are constant on the trajectory
+    if example.gate.first_order is FirstOrder.SEGMENT_MEAN:  # -w A only if w and A are constant on the segment
         if example.per_token:
             return None
         example = example.without("token_mask", "window", "threshold")
-        if example.batch.trajectories is not None and example.batch.rows:
-            trajectory, start, rows = example.batch.trajectories
-            representative = rows[start[trajectory]]
-            example = example.on_rows(lambda x: x[representative])
+        first = example.first_rows(max(Unit.TRAJECTORY, example.gate.levels[0].unit))
+        example = example.on_rows(lambda x: x[first])
     if example.old_logp is not None:
         zero = torch.arange(example.logp.numel(), device="cpu") % 3 == 0  # with zeros of either sign on either side
         example = example._replace(
@@ -127,7 +134,8 @@ def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Ten
     exact = expect_policy_loss(example)["grad"].exact
     weights = example.spread(example.weights())
     advantages = example.advantages if example.per_token else example.spread(example.advantages)
-    return example, torch.where(exact != 0, -(weights * advantages), 0.0)
+    expected = -(weights * advantages)
+    return example, torch.where(exact.abs() > expected.abs() / 2, expected, 0.0)  # what cancels leaves its rounding
 
 
 def _first_order(run: Run, example: PolicyLossExample, why: str) -> float | None:
@@ -204,11 +212,12 @@ def _(run: Run, example: PolicyLossExample) -> float:
     GRADIENT,
 )
 def _(run: Run, example: PolicyLossExample) -> None:
+    _require_trajectories_alone(example)
     whole, rows = run(example), example.batch.rows
     order = torch.randperm(rows, generator=torch.Generator("cpu").manual_seed(rows), device="cpu")
     shuffled, tokens = example.select(order)
     same("the gradient", _grad(run(shuffled)), _grad(whole)[tokens], "in another order of the rows")
-    trajectory = order if example.batch.trajectories is None else example.batch.trajectories[0]
+    trajectory = example.first_rows(Unit.TRAJECTORY)
     for number in distinct(trajectory):
         alone, tokens = example.select(trajectory == number)
         same("the gradient of a row", _grad(run(alone)), _grad(whole)[tokens], "alone in its batch")
@@ -217,11 +226,9 @@ def _(run: Run, example: PolicyLossExample) -> None:
 @promise("policy_loss", "micro-batch-invariant: parts add up to the whole", "weights")
 def _(run: Run, example: PolicyLossExample) -> float:
     whole, loss = run(example), torch.zeros((), dtype=torch.float64, device="cpu")
-    trajectory = torch.arange(example.batch.rows, device="cpu")
-    if example.batch.trajectories is not None:
-        trajectory = example.batch.trajectories[0]
+    segment = example.first_rows(example.coarsest)
     for part in (0, 1):
-        micro, tokens = example.select(trajectory % 2 == part)
+        micro, tokens = example.select(segment % 2 == part)
         out = run(micro)
         loss += out.loss.double()
         if whole.grad is not None:

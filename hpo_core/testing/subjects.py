@@ -17,7 +17,7 @@ from ..checks import require_type
 from ..entropy import EntropyWindow, Selection, forking_tokens
 from ..gates import RatioGate
 from ..kl import KLPenalty
-from ..specs import OrderRule
+from ..specs import OrderRule, Unit
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
 from .examples import (
     FEATURES,
@@ -27,7 +27,9 @@ from .examples import (
     ScoresExample,
     WindowExample,
     check_features,
+    move,
     random_policy_loss,
+    units_of,
 )
 from .expected import Outcome, accepts, run_policy_loss
 from .layouts import Layout
@@ -44,11 +46,14 @@ class Subject(NamedTuple):
 
 
 class Recorded:
-    """A function that keeps its signature and remembers its last arguments by name."""
+    """A function that keeps its signature and remembers its last arguments by name: ``given``, and ``received``, copies
+    from before the call."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         functools.update_wrapper(self, fn)
-        self.fn, self.received = fn, {}  # type: ignore[var-annotated]
+        self.fn = fn
+        self.given: dict[Any, Any] = {}
+        self.received: dict[Any, Any] = {}
         try:
             self.__signature__ = inspect.signature(fn)
         except ValueError:  # builtins of PyTorch have no signature
@@ -57,9 +62,10 @@ class Recorded:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         try:
-            self.received = self.__signature__.bind(*arguments, **keywords).arguments
+            self.given = self.__signature__.bind(*arguments, **keywords).arguments
         except TypeError:  # the call below raises the same error
-            self.received = dict(enumerate(arguments)) | keywords
+            self.given = dict(enumerate(arguments)) | keywords
+        self.received = move(self.given, "cpu")
         return self.fn(*arguments, **keywords)
 
 
@@ -95,6 +101,11 @@ def of_policy_loss(
     gradient: bool,
     options: dict[str, Any],
 ) -> Subject:
+    require(
+        not padded or units_of(gate) <= {Unit.TRAJECTORY},
+        "padded: a mask [B, L] has no steps, groups or domains, which the gate {!r} needs; take a packed kernel",
+        gate.name,
+    )
     kernel = of_rectangles(fn) if padded else fn
     call = functools.partial(run_policy_loss, kernel, gradient=gradient, **options)
     notes: list[str] = []

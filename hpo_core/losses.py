@@ -205,7 +205,8 @@ def hierarchical_policy_loss(
         gate: as in :func:`policy_loss`.
         options: the keywords of :func:`policy_loss`. ``threshold``: what ``window.fit`` returned for the whole
             optimiser step; here by default fitted on this batch, which must be that step: with ``process_group`` on the
-            batches of its ranks, by collectives of its own (three all-reduces); else on one rank.
+            batches of its ranks, by collectives of its own (three all-reduces), whether or not a level spans ranks;
+            else on one rank.
 
     >>> import hpo_core as hpo
     >>> batch = hpo.PackedBatch.from_lengths([2, 2], group_ids=torch.tensor([0, 0]))
@@ -215,7 +216,9 @@ def hierarchical_policy_loss(
     """
     require_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
     batch, backend = as_batch(batch), options.get("backend")
-    level = options.get("advantage_level") or level_of(advantage)
+    level = options.get("advantage_level")
+    if level is None:
+        level = level_of(advantage)
     advantages = _advantages(advantage, level, rewards, batch, backend)
     options["advantage_level"] = level
     window, entropy, score = options.get("window"), options.get("entropy"), None
@@ -233,6 +236,8 @@ def hierarchical_policy_loss(
         )
         score = window.score(entropy, batch, backend=backend)
         options["threshold"] = window.fit_score(score, process_group=group, backend=backend)
+        if gate is None or all(batch.ids(unit) is None for unit in gate.units):
+            options["process_group"] = None  # the window alone spans ranks
     prepared = prepare(logp, old_logp, advantages, batch, gate, score=score, **options)
     return _run(prepared, options.get("process_group"), backend)
 
@@ -248,7 +253,7 @@ def _advantages(
         told |= batch.ids_of_steps()
     if backend is not None:
         told["backend"] = backend
-    given = accepted_keywords(estimator, **told)
+    given = accepted_keywords(estimator, rewards, **told)
     name = name_of(estimator)
     check(
         "group_ids" not in given or batch.group_ids is not None,

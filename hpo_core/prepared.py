@@ -167,8 +167,7 @@ def prepare(
         leaves = batch.hierarchy(units) if beyond else batch.leaf_tables(units)
     exchange: SegmentExchange | None = None
     if beyond:
-        of_corrections = tuple(each.unit for each in gate.corrections if each.unit is not None)
-        exchange = exchange_of(batch, spec, gate.name, of_corrections, process_group, aggregates)
+        exchange = exchange_of(batch, spec, gate.name, gate.units, process_group, aggregates)
     if weights is None:
         weights = aggregation.default(batch, gate.of_steps)
     if token_mask is not None:

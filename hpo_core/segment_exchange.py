@@ -10,7 +10,7 @@ aggregate.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +31,11 @@ def exchange_of(
     batch: PackedBatch,
     spec: PolicyLossSpec,
     gate: str,
-    corrected: Sequence[Unit],
+    units_of_gate: Collection[Unit],
     process_group: Group | None,
     aggregates: Mapping[str, torch.Tensor] | None,
 ) -> SegmentExchange:
-    """The exchange of one call; ``gate`` is a name for errors, ``corrected`` what its corrections have statistics of.
+    """The exchange of one call; ``gate`` is a name for errors.
 
     Raises:
         ValueError, TypeError: nothing spans ranks, or aggregates that do not fit the levels of ``spec``.
@@ -57,9 +57,9 @@ def exchange_of(
     units = tuple(level.unit for level in spec.levels)
     span = None
     if process_group is not None:
-        if all(batch.ids(unit) is None for unit in (*units, *corrected)):
+        if all(batch.ids(unit) is None for unit in units_of_gate):
             check(
-                Unit.TRAJECTORY in (*units, *corrected),
+                Unit.TRAJECTORY in units_of_gate,
                 "process_group: no level and no correction of the gate {!r} spans ranks; drop it",
                 gate,
             )

@@ -391,7 +391,8 @@ class Example:
     def run(self, gate, backend, **keywords):
         """What the call without autograd makes of it; the reference in float64."""
         example = self.call(gate, torch.float64 if backend == "reference" else torch.float32, **keywords)
-        example = testing.move(example, testing.device_of(backend))
+        if (device := testing.device_of(backend)) != "cpu":
+            example = testing.move(example, device)  # a copy, without what the batch has computed
         arguments = (example.logp, example.old_logp, example.advantages, example.batch, gate)
         out = hpo.policy_loss_and_grad(*arguments, backend=backend, **example.keywords)
         return out._replace(loss=out.loss.cpu(), grad=out.grad.cpu(), metrics=hpo.Metrics(out.metrics.vector.cpu()))

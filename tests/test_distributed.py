@@ -82,7 +82,8 @@ def compute(rank):
             found["fit", name, kind] = window.fit(values, local, process_group=world)
     averaged = found["token_mean", "mean"]
     found["penalised"] = penalised(local, local_tokens, mine, step, averaged).all_reduce(world).compute()
-    found["single call"] = single_call(local, local_tokens, mine, step, weights[mine], world)
+    for gate in SINGLE_CALLS:
+        found["single call", gate.name] = single_call(local, local_tokens, mine, step, weights[mine], gate, world)
     nobody = hpo.PackedBatch(local.cu_seqlens, torch.zeros_like(local.mask))
     found["fit one rank"] = WINDOWS["token"].fit(
         step.entropy[local_tokens], local if rank else nobody, process_group=world
@@ -99,11 +100,14 @@ def penalised(batch, tokens, rows, step, weights):
     return hpo.policy_loss(logp, old_logp, step.advantages[rows], batch, weights=weights, **options).metrics
 
 
-def single_call(batch, tokens, rows, step, weights, group=None):
+SINGLE_CALLS = (OF_GROUPS, hpo.gates.dapo())  # a gate that spans ranks, and one that does not
+
+
+def single_call(batch, tokens, rows, step, weights, gate, group=None):
     """dL/dlogp, with a threshold that the call fits itself."""
     logp = step.logp[tokens].requires_grad_()
     hpo.hierarchical_policy_loss(
-        logp, step.old_logp[tokens], step.advantages[rows], batch, gate=OF_GROUPS, weights=weights,
+        logp, step.old_logp[tokens], step.advantages[rows], batch, gate=gate, weights=weights,
         window=WINDOWS["token"], entropy=step.entropy[tokens], process_group=group,
     ).loss.backward()  # fmt: skip
     return logp.grad
@@ -163,10 +167,11 @@ def test_metrics_under_averaged_gradients(ranks, step):
             assert found["penalised"][name] == pytest.approx(times * whole[name], rel=1e-5)
 
 
-def test_the_single_call_fits_over_the_ranks(ranks, step):
+@pytest.mark.parametrize("gate", SINGLE_CALLS)
+def test_the_single_call_fits_over_the_ranks(ranks, step, gate):
     weights = aggregation.token_mean(step.batch)
-    whole = single_call(step.batch, torch.arange(len(step.logp)), range(len(LENGTHS)), step, weights)
-    assert torch.equal(torch.cat([found["single call"] for found in ranks]), whole)
+    whole = single_call(step.batch, torch.arange(len(step.logp)), range(len(LENGTHS)), step, weights, gate)
+    assert torch.equal(torch.cat([found["single call", gate.name] for found in ranks]), whole)
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -301,6 +301,7 @@ def test_a_function_of_the_users_gets_what_it_names():
         return rewards * trajectory_ids
 
     assert run(torch.ones(4), batch, advantage=of_steps, advantage_level="step").tokens.tolist() == [0, 0, -1, -1]
+    assert run(torch.ones(2), batch, advantage=lambda batch: batch).tokens.tolist() == [-1, -1, -1, -1]  # the rewards
     shaped = functools.partial(hpo.entropy.edge_grpo, entropy=torch.ones(4))
     assert run(torch.ones(2), batch, advantage=shaped).tokens.shape == (4,)
     with pytest.raises(ValueError, match=r"^advantage: of_steps needs trajectory_ids, of which a call of level 'row'"):

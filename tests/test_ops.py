@@ -567,6 +567,21 @@ def test_bounds_are_run_time_values_of_a_compiled_graph():
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_numbers_of_an_estimator_may_change_in_compiled_code(dynamic):
+    """Dynamo then knows them by symbols alone."""
+    torch.compiler.reset()
+    rewards, ids = torch.tensor([1.0, 0.0, 2.0, 5.0]), torch.tensor([0, 0, 1, 1])
+
+    def both(rewards, number):
+        steps = hpo.advantages.gigpo(rewards, ids, ids, ids, step_weight=number)
+        return steps + hpo.advantages.ngrpo(rewards, ids, best=number)
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=dynamic, backend="eager")
+    for number in (0.5, 0.7):
+        assert torch.equal(compiled(rewards, number), both(rewards, number))
+
+
 def test_a_gate_of_other_numbers_is_compiled_anew():
     given = inputs()
     torch.compiler.reset()

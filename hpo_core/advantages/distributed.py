@@ -14,7 +14,7 @@ import torch.distributed
 from ..arguments import check_group
 from ..checks import check, require_type
 from ..distributed import gather, spanned
-from .terms import is_multi_reward, level_of, name_of, takes_tables
+from .terms import accepted_keywords, is_multi_reward, level_of, name_of, takes_tables
 
 
 def over_ranks(
@@ -55,6 +55,11 @@ def over_ranks(
     check(
         not tables or takes_tables(estimator),
         "tables: {} needs the units themselves; gather them with tables=False",
+        name_of(estimator),
+    )
+    check(
+        tables or "batch" not in accepted_keywords(estimator, None, batch=None),
+        "estimator: {} takes the batch, which holds the rows of this process, beside the rewards of all",
         name_of(estimator),
     )
     run: Any = functools.partial(_with_tables if tables else _run, estimator, process_group)

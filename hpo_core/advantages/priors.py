@@ -90,7 +90,7 @@ def ngrpo(
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
     check(virtual >= 0, "virtual: expected a count >= 0, got {}", virtual)
-    check(math.isfinite(best), "best: expected a finite number, got {}", best)
+    check(-math.inf < best < math.inf, "best: expected a finite number, got {}", best)
     check_eps(eps)
     check(ddof in (0, 1), "ddof: expected 0 or 1, got {}", ddof)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)

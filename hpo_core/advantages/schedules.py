@@ -44,7 +44,7 @@ def craft_gui(
     tensor([ 0.0000,  1.0000, -1.0000])
     """
     check_units(rule_rewards=rule_rewards, judged_rewards=judged_rewards, group_ids=group_ids, mask=mask)
-    check(math.isfinite(judge_weight), "judge_weight: expected a finite number, got {}", judge_weight)
+    check(-math.inf < judge_weight < math.inf, "judge_weight: expected a finite number, got {}", judge_weight)
     worth = rule_rewards.double() + judge_weight * judged_rewards.double()
     return grpo(as_advantages(worth, rule_rewards, backend), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 

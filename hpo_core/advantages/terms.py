@@ -145,12 +145,13 @@ def gathers_units(estimator: Callable[..., Any]) -> bool:
     return bool(getattr(estimator, "gathers", getattr(getattr(estimator, "func", estimator), "gathers", False)))
 
 
-def accepted_keywords(estimator: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    """The arguments among these that an estimator takes, and that no ``functools.partial`` has fixed."""
+def accepted_keywords(estimator: Callable[..., Any], *positional: Any, **given: Any) -> dict[str, Any]:
+    """The arguments among these that an estimator takes, and that neither ``positional`` ones nor a partial fix."""
     inner, fixed = getattr(estimator, "func", estimator), getattr(estimator, "keywords", {})
     taken = getattr(estimator, "parameters", getattr(inner, "parameters", None))
-    if taken is None:
-        taken = inspect.signature(estimator).parameters
+    if not isinstance(taken, tuple):  # a module has another attribute of that name
+        taken = tuple(inspect.signature(estimator).parameters)
+    taken = taken[len(positional) :]
     return {name: value for name, value in given.items() if name in taken and name not in fixed}
 
 
@@ -171,7 +172,7 @@ def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[st
 
 def check_keywords(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
     """That what is ``known`` suffices to call an estimator, besides the rewards."""
-    _, *others = inspect.signature(estimator).parameters.values()
+    others = [*inspect.signature(estimator).parameters.values()][1:]
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needs = [each.name for each in others if each.default is inspect.Parameter.empty and each.kind in named]
     missing = [need for need in needs if need not in known]

@@ -265,19 +265,24 @@ class RatioGate(Short):
         return level if simple and level.unit is Unit.TRAJECTORY else None
 
     @property
+    def units(self) -> frozenset[Unit]:
+        """Of its levels and corrections."""
+        corrected = (each.unit for each in self.corrections if each.unit is not None)
+        return frozenset((*(level.unit for level in self.levels), *corrected))
+
+    @property
     def of_steps(self) -> bool:
         """Whether steps are a level: tokens outside every step are then masked."""
         return len(self.levels) > 0 and self.levels[0].unit is Unit.STEP
 
     @property
     def first_order(self) -> FirstOrder:
-        """Which promise the on-policy gradient of the policy term keeps, where no correction takes the token out."""
+        """Which promise the on-policy gradient of the policy term keeps, where no correction takes the token out; that
+        of a segment under Head.TARGET where the target lies on A's side of 1."""
         if self.head is Head.NEGATIVE_AWARE or self.advantage_weights != (1.0, 1.0):
             return FirstOrder.SCALED
-        if self.head is Head.TARGET:
-            return FirstOrder.TARGET
         if self.head in _OWN_GRADIENT or not isinstance(self.token, Drop) or self.levels[0].routing is Routing.SELF:
-            return FirstOrder.EXACT
+            return FirstOrder.TARGET if self.head is Head.TARGET else FirstOrder.EXACT
         return FirstOrder.SEGMENT_SUM if self.levels[0].aggregate is Aggregate.SUM else FirstOrder.SEGMENT_MEAN
 
     @property

@@ -108,7 +108,8 @@ def prompt_advantages(
 
     def called(rewards: torch.Tensor, lengths: torch.Tensor, of: torch.Tensor | slice) -> torch.Tensor:
         told = {"group_ids": groups[of], "lengths": lengths[of].float(), "batch": PackedBatch.from_padded(mask[of])}
-        return estimator(rewards[of].flatten(), **accepted_keywords(estimator, **told, **asked))
+        flat = rewards[of].flatten()
+        return estimator(flat, **accepted_keywords(estimator, flat, **told, **asked))
 
     if level_of(estimator) == "token":
         return called(token_level_rewards, tokens, slice(None)).reshape(mask.shape), token_level_rewards

@@ -80,7 +80,7 @@ def _advantage(
             for trajectory in group.trajectories
         ]
         told["lengths"] = torch.tensor(lengths, dtype=torch.float32, device="cpu")
-    found = estimator(flat, **accepted_keywords(estimator, **told)).numpy()
+    found = estimator(flat, **accepted_keywords(estimator, flat, **told)).numpy()
     parts = np.split(found, np.cumsum(sizes)[:-1])
     return parts, parts
 

@@ -252,7 +252,9 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         batch = PackedBatch.from_padded(mask, steps=turns(mask))
         rewards, ids = steps_of_turns(batch, self._hpo_steps, self._outcomes()[own])
         row = ids["trajectory_ids"]
-        given = accepted_keywords(advantage, **ids | {"group_ids": groups[row], "trajectory_ids": row + own.start})
+        given = accepted_keywords(
+            advantage, rewards, **ids | {"group_ids": groups[row], "trajectory_ids": row + own.start}
+        )
         everywhere = advantage if self._ranks() is None else over_ranks(advantage, self._ranks())
         of_tokens = batch.spread_steps(everywhere(rewards, **given, **asked)).view(mask.shape)
         self._logged(self.accelerator.gather(of_tokens.sum(1) / mask.sum(1).clamp(min=1)))  # means over tokens

@@ -77,7 +77,7 @@ def step_advantages(
         rewards, ids = _of_sessions(batch, steps, outcomes, sessions, filled)
     groups = numbers_of(index, mask.device)[batch.row_of_step()]
     asked = _settings(estimator, config) | ({} if backend is None else {"backend": backend})
-    found = estimator(rewards, **accepted_keywords(estimator, group_ids=groups, **ids, **asked))
+    found = estimator(rewards, **accepted_keywords(estimator, rewards, group_ids=groups, **ids, **asked))
     of_tokens = batch.spread_steps(found).view(mask.shape)
     return of_tokens, of_tokens
 

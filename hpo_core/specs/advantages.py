@@ -95,7 +95,9 @@ class GroupTerm:
         check_numbers("coefficient", self.coefficient)
         check(self.ddof in (0, 1), "ddof: expected 0 (divide by n) or 1 (divide by n - 1), got {}", self.ddof)
         check(0 <= self.eps < math.inf, "eps: expected a finite number >= 0, got {}", self.eps)
-        check(math.isfinite(self.coefficient), "coefficient: expected a finite number, got {}", self.coefficient)
+        check(
+            -math.inf < self.coefficient < math.inf, "coefficient: expected a finite number, got {}", self.coefficient
+        )
 
 
 MOST_TERMS = 8

@@ -84,7 +84,7 @@ class PolicyLossExample(NamedTuple):
     @property
     def coarsest(self) -> Unit:
         """The coarsest unit of the gate, at least the trajectory: rows of one segment see each other."""
-        return max({Unit.TRAJECTORY} | units_of(self.gate))
+        return max({Unit.TRAJECTORY} | self.gate.units)
 
     def first_rows(self, unit: Unit) -> torch.Tensor:
         """The first row of the segment of each row ``[S]``, of a unit of rows."""
@@ -181,11 +181,6 @@ class PolicyLossExample(NamedTuple):
         backend = self.batch.device.type if state.scored_by == "cpu or cuda" else state.scored_by
         selection = window.selection(entropy, self.batch, state, backend=backend)
         return self.without("window", "threshold").given(selection=selection)
-
-
-def units_of(gate: RatioGate) -> set[Unit]:
-    """The units of its levels and corrections."""
-    return {level.unit for level in gate.levels} | {each.unit for each in gate.corrections if each.unit is not None}
 
 
 def check_features(features: Collection[str]) -> None:

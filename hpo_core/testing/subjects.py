@@ -29,7 +29,6 @@ from .examples import (
     check_features,
     move,
     random_policy_loss,
-    units_of,
 )
 from .expected import Outcome, accepts, run_policy_loss
 from .layouts import Layout
@@ -102,7 +101,7 @@ def of_policy_loss(
     options: dict[str, Any],
 ) -> Subject:
     require(
-        not padded or units_of(gate) <= {Unit.TRAJECTORY},
+        not padded or gate.units <= {Unit.TRAJECTORY},
         "padded: a mask [B, L] has no steps, groups or domains, which the gate {!r} needs; take a packed kernel",
         gate.name,
     )

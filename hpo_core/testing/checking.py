@@ -222,7 +222,7 @@ def _run_with_tokens(run: Run, gradient: bool, example: PolicyLossExample) -> Ou
 
 
 def _search(promise: Promise, run: Run, recorded: Recorded, strategy: Any, examples: int, seed: int) -> Verdict:
-    h = hypothesis()
+    h, recorded.copies = hypothesis(), promise.name == UNWRITTEN
     failures: list[tuple[str, str]] = []
     inapplicable: list[str] = []
     worst = [0.0]

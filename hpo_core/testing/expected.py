@@ -50,13 +50,11 @@ def keywords_of(fn: Callable[..., Any], example: PolicyLossExample) -> dict[str,
 def run_policy_loss(
     fn: Callable[..., Any], example: PolicyLossExample, *, gradient: bool = True, **keywords: Any
 ) -> Outcome:
-    """Call ``fn`` like ``policy_loss`` or ``policy_loss_and_grad`` on a copy of the example, and differentiate a loss
-    without its gradient.
+    """Call ``fn`` like ``policy_loss`` or ``policy_loss_and_grad``, and differentiate a loss without its gradient.
 
     ``gradient``: False for a kernel that computes the loss alone.
     """
-    example = move(example, example.logp.device)
-    leaf = example.logp.requires_grad_(gradient)
+    leaf = example.logp.detach().requires_grad_(gradient)
     keywords = keywords_of(fn, example) | keywords
     return outcome_of(fn(leaf, example.old_logp, example.advantages, example.batch, **keywords), leaf, gradient)
 

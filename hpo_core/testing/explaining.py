@@ -163,11 +163,11 @@ def _called(kernel: Callable[..., Any], example: PolicyLossExample) -> Outcome:
     """The outcome with loss_t, if the kernel reports it: policy_loss_and_grad takes ``report`` and refuses this one."""
     if accepts(kernel, "report"):
         try:
-            return run_policy_loss(kernel, example, report=("tokens",))
+            return run_policy_loss(kernel, move(example, "cpu"), report=("tokens",))
         except ValueError as error:
             if not str(error).startswith("report: "):
                 raise
-    return run_policy_loss(kernel, example)
+    return run_policy_loss(kernel, move(example, "cpu"))
 
 
 def _by_definition(example: PolicyLossExample, token: int) -> tuple[dict[str, float], str, tuple[ExplainedLevel, ...]]:

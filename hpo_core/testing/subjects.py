@@ -45,12 +45,12 @@ class Subject(NamedTuple):
 
 
 class Recorded:
-    """A function that keeps its signature and remembers its last arguments by name: ``given``, and ``received``, copies
-    from before the call."""
+    """A function that keeps its signature and remembers its last arguments by name: ``given``, and ``received``, which
+    are copies from before the call where these are asked for."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         functools.update_wrapper(self, fn)
-        self.fn = fn
+        self.fn, self.copies = fn, False
         self.given: dict[Any, Any] = {}
         self.received: dict[Any, Any] = {}
         try:
@@ -64,7 +64,7 @@ class Recorded:
             self.given = self.__signature__.bind(*arguments, **keywords).arguments
         except TypeError:  # the call below raises the same error
             self.given = dict(enumerate(arguments)) | keywords
-        self.received = move(self.given, "cpu")
+        self.received = move(self.given, "cpu") if self.copies else self.given
         return self.fn(*arguments, **keywords)
 
 

@@ -18,7 +18,7 @@ from .checks import check, require_type
 
 Group = torch.distributed.ProcessGroup
 
-# All of them: who asks for tensors of a rank refuses a dtype by its own words, on every rank.
+# All of them: a caller refuses a dtype in words of its own, on every rank alike.
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _FORM = 5  # of what a rank gives, in numbers: its length, the place of its dtype, its dimensions, and two more sizes
 

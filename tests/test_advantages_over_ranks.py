@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-from hpo_core import advantages
+from hpo_core import advantages, entropy
 from hpo_core.advantages import over_ranks
 
 UNITS = 29
@@ -203,5 +203,7 @@ def test_a_call_without_rewards_is_refused():
 def test_what_cannot_be_gathered_is_refused():
     with pytest.raises(ValueError, match="estimator: expected one of rows or steps, got one of tokens"):
         over_ranks(advantages.reinforce_pp)
+    with pytest.raises(ValueError, match="estimator: edge_grpo takes the batch, which holds the rows of this process"):
+        over_ranks(functools.partial(entropy.edge_grpo, entropy=torch.zeros(2)))
     with pytest.raises(TypeError, match="estimator: expected one of hpo_core"):
         over_ranks("grpo")

@@ -59,7 +59,8 @@ def over_ranks(
     )
     check(
         tables or "batch" not in accepted_keywords(estimator, None, batch=None),
-        "estimator: {} takes the batch, which holds the rows of this process, beside the rewards of all",
+        "estimator: {} takes the batch, which holds the rows of this process, beside the rewards of all; call it with "
+        "advantages that are already those over ranks",
         name_of(estimator),
     )
     run: Any = functools.partial(_with_tables if tables else _run, estimator, process_group)

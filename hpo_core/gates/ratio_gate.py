@@ -266,7 +266,7 @@ class RatioGate(Short):
 
     @property
     def units(self) -> frozenset[Unit]:
-        """Of its levels and corrections."""
+        """The units of its levels and corrections."""
         corrected = (each.unit for each in self.corrections if each.unit is not None)
         return frozenset((*(level.unit for level in self.levels), *corrected))
 

@@ -20,7 +20,7 @@ from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
 from .prepared import PolicyLossOptions, Prepared, Report, as_batch, prepare
-from .segment_exchange import SegmentExchange
+from .segment_exchange import SegmentExchange, has_ids
 from .specs import PolicyLossInputs, PolicyLossSpec
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def hierarchical_policy_loss(
         )
         score = window.score(entropy, batch, backend=backend)
         options["threshold"] = window.fit_score(score, process_group=group, backend=backend)
-        if gate is None or all(batch.ids(unit) is None for unit in gate.units):
+        if gate is None or not has_ids(batch, gate.units):
             options["process_group"] = None  # the window alone spans ranks
     prepared = prepare(logp, old_logp, advantages, batch, gate, score=score, **options)
     return _run(prepared, options.get("process_group"), backend)

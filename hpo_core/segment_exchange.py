@@ -27,6 +27,11 @@ _FIXED_POINT = 2.0**32  # of Exchange.sums
 _LARGEST = 2.0**62  # of an integer there
 
 
+def has_ids(batch: PackedBatch, units: Collection[Unit]) -> bool:
+    """Whether segments of some of these units have names, by which ranks know those that they share."""
+    return any(batch.ids(unit) is not None for unit in units)
+
+
 def exchange_of(
     batch: PackedBatch,
     spec: PolicyLossSpec,
@@ -57,7 +62,7 @@ def exchange_of(
     units = tuple(level.unit for level in spec.levels)
     span = None
     if process_group is not None:
-        if all(batch.ids(unit) is None for unit in units_of_gate):
+        if not has_ids(batch, units_of_gate):
             check(
                 Unit.TRAJECTORY in units_of_gate,
                 "process_group: no level and no correction of the gate {!r} spans ranks; drop it",
@@ -68,7 +73,7 @@ def exchange_of(
                 f"rank; pass trajectory_ids= to PackedBatch, or drop it"
             )
         check_group("process_group", process_group)
-        if any(batch.ids(unit) is not None for unit in units):
+        if has_ids(batch, units):
             span = _span_of(batch, units, process_group)
     given = [] if aggregates is None else _check_aggregates(batch, spec, gate, aggregates)
     return SegmentExchange(batch, span, given)

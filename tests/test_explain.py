@@ -27,7 +27,9 @@ def off_by_one_percent_at(*tokens):
 
 
 @pytest.mark.parametrize(
-    "gate", [gates.dapo(), gates.gspo(), gates.reconstructed.fiberpo_domain(), gates.step_gspo()], ids=lambda g: g.name
+    "gate",
+    [gates.dapo(), gates.gspo(), gates.fiberpo(), gates.reconstructed.fiberpo_domain(), gates.step_gspo()],
+    ids=lambda gate: gate.name,
 )
 def test_kernels_that_agree_have_nothing_to_explain(gate, backend):
     found = testing.explain(example_of(gate), backend)

@@ -86,7 +86,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def digits(value: float) -> str:
-    """Three of them."""
+    """With three significant digits."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 

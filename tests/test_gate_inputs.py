@@ -355,6 +355,23 @@ def test_of_equal_covariances_the_first_pay():
     assert torch.equal(found[1.0], valid)
 
 
+@pytest.mark.parametrize(("broken", "number"), [("logp", math.nan), ("logp", -math.inf), ("advantages", math.nan)])
+def test_a_token_without_a_number_is_as_if_it_were_masked(broken, number):
+    generator = torch.Generator().manual_seed(0)
+    given = dict(zip(("logp", "old_logp", "advantages"), torch.randn(3, 40, generator=generator), strict=True))
+    valid = torch.arange(40) != 7
+    given[broken] = given[broken].where(valid, number)
+    batches = hpo.PackedBatch(torch.tensor([0, 40]), valid), hpo.PackedBatch.from_lengths([40])
+    shared = {"share": 0.2, "advantage_level": "token"}
+    one, other = (gates.clip_cov_mask(**given, batch=each, seed=3, low=0.0, **shared) for each in batches)
+    assert torch.equal(one.token_mask, other.token_mask) and not one.token_mask.all()
+    older, everywhere = given.pop("old_logp").where(valid, math.nan), {"low": -99, "high": 99, **shared, "share": 1.0}
+    drawn = gates.clip_cov_mask(given["logp"], older, given["advantages"], batches[1], seed=3, **everywhere).token_mask
+    assert drawn[7]  # its loss is left out already
+    one, other = (gates.kl_cov_mask(**given, batch=each, **shared) for each in batches)
+    assert torch.equal(one.penalty_mask, other.penalty_mask)
+
+
 @pytest.mark.parametrize(
     ("given", "low", "high"),
     [

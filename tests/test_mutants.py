@@ -451,6 +451,11 @@ MUTANTS = {
         "index -= below;", "",
         "test_scopes.test_long_segments", {"kind": "distinct"},
     ),
+    "cpu: keys of later parts of a scope stay behind a gap": Mutant(
+        "cpu", "cpu/scopes.cpp",
+        "own != keys + n", "false",
+        "test_scopes.test_top_k_is_that_of_a_loop", {},
+    ),
     "cpu: every part of a scope selects its own ties": Mutant(
         "cpu", "cpu/scopes.cpp",
         "needed -= here;", "",

@@ -294,7 +294,8 @@ void group_statistics(const GroupStatisticsArgs& args, int threads) {
   encode(call, term, numbering, false, threads, space.codes);
   Extremes* extremes = space.extremes;
   for (int64_t group = 0; group < numbering.groups; ++group) space.groups[group].totals = {}, extremes[group] = {};
-  (term.weights ? sum_groups<true> : sum_groups<false>)(term, space.codes, args.units, space.groups);
+  if (!term.ids) space.groups[0].totals.sums = sum_all_members(term, space.codes, args.units);
+  else (term.weights ? sum_groups<true> : sum_groups<false>)(term, space.codes, args.units, space.groups);
   for (int64_t unit = 0; unit < args.units; ++unit) {
     if (space.codes[unit] >= 0) extremes[space.codes[unit] >> 1].add(args.values[unit]);
   }
@@ -302,8 +303,8 @@ void group_statistics(const GroupStatisticsArgs& args, int threads) {
     for (int64_t unit = first; unit < end; ++unit) {
       const int64_t number = numbering.numbers ? numbering.numbers[unit] : 0;
       double numbers[6] = {};
-      const int64_t group = number - numbering.smallest;
-      if (number >= numbering.smallest && group < numbering.groups) {
+      if (number >= numbering.smallest && number - numbering.smallest < numbering.groups) {  // an id < 0 may be far below
+        const int64_t group = number - numbering.smallest;
         put_statistics(space.groups[group].totals.sums, extremes[group].least, extremes[group].greatest, numbers);
       }
       for (int i = 0; i < 6; ++i) args.statistics[i * args.units + unit] = numbers[i];

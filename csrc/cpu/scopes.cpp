@@ -1,5 +1,6 @@
 // order_statistics. The definition is hpo_core/reference/scopes.py.
 #include <algorithm>
+#include <cstring>
 
 #include "hpo/entropy.h"
 #include "kernels.h"
@@ -22,18 +23,19 @@ struct Part {
 struct Space {
   Arena arena;
   Part* parts;        // [kMostParts]
-  Search* searches;   // [kMostParts]
   int64_t* starts;    // [segments + 1]: tokens before each place of the list
   uint32_t* keys;     // [tokens]
   int64_t bytes;
 
   Space(void* base, int64_t tokens, int64_t segments) : arena(base) {
     parts = arena.take<Part>(kMostParts);
-    searches = arena.take<Search>(kMostParts);
     starts = arena.take<int64_t>(segments + 1);
     keys = arena.take<uint32_t>(tokens);
     bytes = arena.bytes();
   }
+
+  // The slice of a place and of those before the next one; segments that overlap may have more keys than it holds.
+  int64_t start(int64_t place, int64_t tokens) const { return smaller(starts[place], tokens); }
 };
 
 Range segment_at(const OrderStatisticsArgs& args, int64_t place) {
@@ -56,10 +58,9 @@ int64_t write_keys(const float* __restrict values, int64_t n, uint32_t* __restri
   return finite;
 }
 
-// The keys of a part, in its own slice of the keys of all tokens. Segments that overlap may have more than their slice holds.
-Search gather(const OrderStatisticsArgs& args, const Space& space, Part& part) {
-  const int64_t start = smaller(space.starts[part.first], args.tokens);
-  const int64_t room = smaller(space.starts[part.end], args.tokens) - start;
+// Leaves the keys of a part at the begin of its slice of the keys of all tokens.
+void gather(const OrderStatisticsArgs& args, const Space& space, Part& part) {
+  const int64_t start = space.start(part.first, args.tokens), room = space.start(part.end, args.tokens) - start;
   uint32_t* keys = space.keys + start;
   int64_t finite = 0, errors = 0;
   for (int64_t place = part.first; place < part.end; ++place) {
@@ -82,7 +83,18 @@ Search gather(const OrderStatisticsArgs& args, const Space& space, Part& part) {
     }
   }
   part.finite = finite, part.errors = errors;
-  return {keys, keys, finite};
+}
+
+// The keys of all parts, one after the other.
+Search joined(const OrderStatisticsArgs& args, const Space& space, const Part* parts, int64_t count) {
+  uint32_t* keys = space.keys + space.start(parts[0].first, args.tokens);
+  int64_t n = 0;
+  for (int64_t p = 0; p < count; ++p) {
+    const uint32_t* own = space.keys + space.start(parts[p].first, args.tokens);
+    if (own != keys + n) std::memmove(keys + n, own, size_t(parts[p].finite) * sizeof(uint32_t));
+    n += parts[p].finite;
+  }
+  return {keys, keys, n};
 }
 
 // Takes the keys outside a bracket away, which a sample puts around the sought key; returns what is left to search. The
@@ -157,9 +169,8 @@ void select_largest(const OrderStatisticsArgs& args, Part* parts, int64_t count,
   parallel_for(count, threads, [&](int64_t p) { mark_ties(args, threshold, parts[p], parts[p].ties); });
 }
 
-void scan_scope(const OrderStatisticsArgs& args, const Space& space, int64_t scope, Part* parts, Search* searches,
-                int64_t count, int threads) {
-  parallel_for(count, threads, [&](int64_t p) { searches[p] = gather(args, space, parts[p]); });
+void scan_scope(const OrderStatisticsArgs& args, const Space& space, int64_t scope, Part* parts, int64_t count, int threads) {
+  parallel_for(count, threads, [&](int64_t p) { gather(args, space, parts[p]); });
   int64_t population = 0, errors = 0;
   for (int64_t p = 0; p < count; ++p) population += parts[p].finite, errors += parts[p].errors;
   if (args.counts) args.counts[2 * scope] = population, args.counts[2 * scope + 1] = errors;
@@ -167,8 +178,9 @@ void scan_scope(const OrderStatisticsArgs& args, const Space& space, int64_t sco
   const int64_t wanted = args.k ? larger(0, smaller(args.k[scope], population)) : 1;
   if (population == 0 || wanted == 0) return;
   int64_t index = args.k ? population - wanted : order_index(args.numerator, args.denominator, args.rule, population);
-  const KeyRange range = count == 1 ? narrow(searches[0], index) : finite_keys();
-  const uint32_t key = find_key(searches, count, range, index);
+  Search search = joined(args, space, parts, count);
+  const KeyRange range = narrow(search, index);
+  const uint32_t key = find_key(&search, 1, range, index);
   if (args.thresholds) args.thresholds[scope] = from_order_key(key);
   if (args.k) select_largest(args, parts, count, key, wanted, threads);
 }
@@ -192,8 +204,7 @@ void order_statistics(const OrderStatisticsArgs& args, int threads) {
   if (args.scopes > 1) {
     return parallel_for(args.scopes, threads, [&](int64_t scope) {
       Part part = {first(scope), first(scope + 1), 0, 0, 0, 0};
-      Search search;
-      scan_scope(args, space, scope, &part, &search, 1, 1);
+      scan_scope(args, space, scope, &part, 1, 1);
     });
   }
   // All threads share the only scope.
@@ -201,7 +212,7 @@ void order_statistics(const OrderStatisticsArgs& args, int threads) {
   for (int64_t p = 0; p < count; ++p) {
     space.parts[p] = {first(0) + segments * p / count, first(0) + segments * (p + 1) / count, 0, 0, 0, 0};
   }
-  if (args.scopes == 1) scan_scope(args, space, 0, space.parts, space.searches, count, threads);
+  if (args.scopes == 1) scan_scope(args, space, 0, space.parts, count, threads);
 }
 
 }  // namespace hpo::HPO_ISA

@@ -74,8 +74,8 @@ struct Shares {
   float loss[WIDTH], penalty[WIDTH];
 };
 
-// A quarter of what a group adds, because the sum of four finite numbers may be none. The tokens are added in order; one that
-// is left out adds 0.
+// A quarter of what a group adds, because the sum of four finite numbers may overflow. The tokens are added in order; one
+// that is left out adds 0.
 struct Quarters {
   float loss, penalty;
 

@@ -51,11 +51,13 @@ __device__ __forceinline__ T warp_sums(T (&values)[COUNT]) {
 // before the launch, and again after it.
 __device__ __forceinline__ bool last_block(unsigned* ticket) {
   HPO_SHARED(bool, last, );
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
+  if (threadIdx.x == 0) {
+    __threadfence();  // releases, in the thread of the atomic operation, what the block has written before the barrier
+    last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
+    __threadfence();  // acquires, for the whole block behind the next barrier, what other blocks have released
+  }
   __syncthreads();
-  __threadfence();
   return last;
 }
 

@@ -23,7 +23,6 @@ from .ranks import common_numbers, quantiles_over_ranks, top_k_over_ranks
 _AGGREGATES = ("mean", "sum", "max", "min")
 _LEVELS = ("step", "row", "trajectory", "group")
 _SCOPES = (*_LEVELS, "call")
-_TOKENS_OF_SEGMENT = {"cpu": 1 << 62}  # of the call, by device; 4096 on others
 
 
 @examines
@@ -169,7 +168,8 @@ def top_k(
     if _stays_with_its_rank(batch, scope):
         process_group = None
     if isinstance(scope, str) and scope == "call" and scopes is None and uid is None and process_group is None:
-        scoping = _call_in_segments(batch.cu_seqlens, flat.numel())
+        segments = ops.segments_of_call(batch.cu_seqlens, flat.numel())
+        scoping = _Scoping(segments, torch.zeros_like(segments[1:]), 1, None)
     else:
         scoping = _scoping(batch, scope, scopes, process_group)
     wanted = _counts(k, scoping.scopes, batch)
@@ -271,15 +271,6 @@ def _scoping(
     if scope == "call":
         return _Scoping(batch.cu_seqlens, torch.zeros_like(batch.cu_seqlens[1:]), 1, None)
     return _Scoping(batch.cu_seqlens, None, batch.rows, None)
-
-
-def _call_in_segments(cu_seqlens: torch.Tensor, tokens: int) -> _Scoping:
-    """The tokens of all rows, in their order. On a CPU they are one segment. On a GPU they are segments of one length,
-    which blocks share: blocks would visit many short rows one by one, and wait for a long one."""
-    length = min(_TOKENS_OF_SEGMENT.get(cu_seqlens.device.type, 4096), max(tokens, 1))
-    begin = torch.arange(0, tokens + length, length, device=cu_seqlens.device)
-    segments = begin.clamp(cu_seqlens[0], cu_seqlens[-1])
-    return _Scoping(segments, torch.zeros_like(segments[1:]), 1, None)
 
 
 def _steps(batch: PackedBatch, group: torch.distributed.ProcessGroup | None) -> _Scoping:

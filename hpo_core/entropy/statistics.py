@@ -27,7 +27,7 @@ from .window import EntropyWindow
 
 
 class ScopeStatistics(NamedTuple):
-    """The result of :func:`fit_scopes`: one entry per unit it has seen, ``[K]``, in the order of scopes.
+    """The result of :func:`fit_scopes`: ``[K]``, an entry per unit it has seen, by scope; of one scope a single entry.
 
     It pickles, and loads with ``weights_only=True``.
     """
@@ -110,14 +110,15 @@ def fit_scopes(
     """
     check_units(values=values, ids=ids, mask=mask)
     # One more unit, which is no member, gives a rank without units an entry.
-    ids = torch.zeros_like(values, dtype=torch.int64) if ids is None else ids.to(torch.int64)
     padded = torch.nn.functional.pad
     known = padded(values.detach(), (0, 1), value=torch.nan)
-    ids, mask = padded(ids, (0, 1)), None if mask is None else padded(mask, (0, 1))
+    ids, mask = (None if each is None else padded(each, (0, 1)) for each in (ids, mask))
     with shared_by(process_group):
         found = statistics(known, ids, mask=mask, backend=backend)
-    scopes, order = ids.sort(stable=True)
     fields = (found.members, found.mean, found.squares, found.least, found.greatest)
+    if ids is None:
+        return ScopeStatistics(torch.zeros_like(known[-1:], dtype=torch.int64), *(each[-1:].clone() for each in fields))
+    scopes, order = ids.to(torch.int64).sort(stable=True)
     return ScopeStatistics(scopes, *(each[order] for each in fields))
 
 

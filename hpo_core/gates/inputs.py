@@ -184,9 +184,9 @@ def clip_cov_mask(
 ) -> GateInputs:
     """``gate_inputs`` for :func:`clip_cov`: a mask that is False for a few tokens drawn among those of high covariance.
 
-    ``cov = (A - mean A) (logp - mean logp)`` over valid tokens; of those with ``low < cov < high`` that PPO does not
-    clip, ``max(1, floor(share n))`` are drawn by a counter-based generator: the same seed and batch give the same
-    tokens.
+    ``cov = (A - mean A) (logp - mean logp)`` over the n valid tokens where both are finite; of those with
+    ``low < cov < high`` that PPO does not clip, ``max(1, floor(share n))`` are drawn by a counter-based generator: the
+    same seed and batch give the same tokens.
 
     Args:
         seed: any integer; give every optimiser step its own.
@@ -202,12 +202,12 @@ def clip_cov_mask(
     check(low <= high, "low: expected low <= high, got {} and {}", low, high)
     check_epsilons(*eps, ("eps[0]", "eps[1]"))
     _check_policies(batch, logp, old_logp)
-    covariance, advantage, valid = _covariance(logp, advantages, batch, advantage_level)
-    ratio = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
+    covariance, advantage, counted = _covariance(logp, advantages, batch, advantage_level)
+    ratio = torch.where(counted, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
     clipped = ((advantage > 0) & (ratio > 1 + eps[1])) | ((advantage < 0) & (ratio < 1 - eps[0]))
-    eligible = valid & (covariance > low) & (covariance < high) & ~clipped
+    eligible = counted & (covariance > low) & (covariance < high) & ~clipped & ~ratio.isnan()
     draw = _draws(logp.numel(), seed, logp.device)
-    return GateInputs(token_mask=~_first_of(draw, eligible, share, valid))
+    return GateInputs(token_mask=~_greatest(draw, eligible, share, batch, counted))
 
 
 @of_tokens
@@ -220,14 +220,15 @@ def kl_cov_mask(
     advantage_level: str | None = None,
 ) -> GateInputs:
     """``gate_inputs`` for :func:`kl_cov`: the ``max(1, floor(share n))`` tokens of highest covariance pay (arXiv
-    2505.22617). ``advantage_level``: as in :func:`~hpo_core.policy_loss`.
+    2505.22617), of the n valid tokens with a finite advantage and log-probability. ``advantage_level``: as in
+    :func:`~hpo_core.policy_loss`.
 
     >>> batch = PackedBatch.from_lengths([2, 2])
     >>> kl_cov_mask(torch.tensor([-0.1, -6.0, -0.1, -5.0]), torch.tensor([2.0, -2.0]), batch).penalty_mask
     tensor([ True, False, False, False])
     """
-    covariance, _, valid = _covariance(logp, advantages, batch, advantage_level)
-    return GateInputs(penalty_mask=_first_of(covariance.neg_(), valid, share, valid))
+    covariance, _, counted = _covariance(logp, advantages, batch, advantage_level)
+    return GateInputs(penalty_mask=_greatest(covariance, counted, share, batch, counted))
 
 
 @of_tokens
@@ -367,33 +368,26 @@ def per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -
 def _covariance(
     logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, level: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of advantage and log-probability, the advantage ``[T]``, and which tokens are valid."""
+    """Of advantage and log-probability, the advantage ``[T]``, and at which tokens both are numbers."""
     _check_policies(batch, logp)
-    valid = valid_tokens(batch)
-    advantage = per_token(advantages, batch, level)
-    n = valid.sum().clamp(min=1)
+    advantage, logp = per_token(advantages, batch, level), logp.detach()
+    counted = valid_tokens(batch) & advantage.isfinite() & logp.isfinite()
+    n = counted.sum().clamp(min=1)
     centred = []
-    for values in (advantage, logp.detach()):
-        kept = values.to(torch.float64, copy=True).masked_fill_(~valid, 0.0)
+    for values in (advantage, logp):
+        kept = values.to(torch.float64, copy=True).masked_fill_(~counted, 0.0)
         centred.append(kept.sub_(kept.sum() / n))
-    return centred[0].mul_(centred[1]).masked_fill_(~valid, 0.0), advantage, valid
+    return centred[0].mul_(centred[1]).masked_fill_(~counted, 0.0), advantage, counted
 
 
-def _first_of(key: torch.Tensor, eligible: torch.Tensor, share: float, valid: torch.Tensor) -> torch.Tensor:
-    """The ``max(1, floor(share n))`` eligible tokens of smallest key, of equal ones the first; ``key`` may be changed.
-
-    The share of all positions bounds how many are wanted, so that few have to be in order.
-    """
+def _greatest(
+    key: torch.Tensor, eligible: torch.Tensor, share: float, batch: PackedBatch, counted: torch.Tensor
+) -> torch.Tensor:
+    """Of n counted tokens the ``max(1, floor(share n))`` eligible ones of greatest float32 key, equal ones in order."""
     check(0 <= share <= 1, "share: expected a number in [0, 1], got {}", share)
-    key = key.double().nan_to_num_(torch.inf, torch.inf, -torch.inf).masked_fill_(~eligible, torch.inf)
-    most = min(max(1, math.floor(share * key.numel())), key.numel())
-    if not most:
-        return eligible
-    wanted = (share * valid.sum().double()).floor().clamp(min=1, max=most).long()
-    smallest = key.topk(most, largest=False).values
-    last = smallest.gather(0, (wanted - 1).reshape(1))
-    below, tied = key < last, key == last
-    return eligible & (below | (tied & (tied.cumsum(0) <= wanted - below.sum())))
+    wanted = (share * counted.sum().double()).floor().clamp(min=1).long().reshape(1)
+    segments = ops.segments_of_call(batch.cu_seqlens, key.numel())
+    return ops.select_exact(key.float(), segments, torch.zeros_like(segments[1:]), wanted, None, eligible, None)
 
 
 def _draws(count: int, seed: int, device: torch.device) -> torch.Tensor:

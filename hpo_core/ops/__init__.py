@@ -8,7 +8,7 @@ from .library import is_traced
 from .linear_logprobs import linear_token_logprobs
 from .logprob_states import over_ranks
 from .logprobs import token_logprobs
-from .scopes import interpolated, order_statistics, select_exact
+from .scopes import interpolated, order_statistics, segments_of_call, select_exact
 from .segments import group_statistics, recurrence, row_counts, row_spans
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "recurrence",
     "row_counts",
     "row_spans",
+    "segments_of_call",
     "select",
     "select_exact",
     "select_top",

@@ -166,7 +166,7 @@ class _PolicyLossInTransform(torch.autograd.Function):
 
 
 def _remember(ctx: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    # grad stays differentiable on purpose: who differentiates the backward again arrives in it, and is told.
+    # grad stays differentiable on purpose: a second derivative comes through it, and is refused there.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1])
 
@@ -327,7 +327,7 @@ def _check_loss(*arguments: Any) -> None:
     check_inputs(PolicyLossInputs(*tensors), levels, needs)
 
 
-# What comes together.
+# Tensors that come together.
 _SETS = (("score", "threshold"), ("leaf_begin", "leaf_end", "leaf_row"))
 
 

@@ -11,6 +11,15 @@ from ..checks import check, check_dtype
 from ..specs import OrderRule, Scopes
 from .library import OPERATORS, check_offsets, check_operand, define, is_traced, numbers_of, register
 
+_TOKENS_OF_SEGMENT = 4096
+
+
+def segments_of_call(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Offsets ``[N + 1]`` of segments of one length, which hold the tokens of all rows in their order. Blocks and
+    threads share them: short rows would be visited one by one, and a long one would be waited for."""
+    begin = torch.arange(0, tokens + _TOKENS_OF_SEGMENT, _TOKENS_OF_SEGMENT, device=cu_seqlens.device)
+    return begin.clamp(cu_seqlens[0], cu_seqlens[-1])
+
 
 def order_statistics(
     values: torch.Tensor,

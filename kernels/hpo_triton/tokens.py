@@ -13,7 +13,7 @@ from .launch import aligned
 from .math import SATURATION, clamp, is_finite
 from .rows import load
 
-# Bounds of tokens beyond these are none: epsilons in place of ratios, or what was computed from a broken entropy. One
+# Bounds of tokens outside these limits are no ratios: they are epsilons, or computed from a broken entropy. A bound
 # that is meant to be 1 may be rounded.
 HIGHEST_LOW, LOWEST_HIGH = tl.constexpr(1.0 + 1e-6), tl.constexpr(1.0 - 1e-6)
 

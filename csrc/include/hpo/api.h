@@ -183,7 +183,7 @@ struct Correction {
   float* factor;  // [tokens]: times token_weight; NaN where the statistic is; 1 times it where masked or in no leaf
 };
 
-// The log-probabilities that a correction compares, and those of the loss, null where they are none else.
+// The log-probabilities that a correction compares, and those of the loss, null where these are the same tensors.
 struct Compared {
   const float *first, *second;
   const float *logp, *old_logp, *ref_logp;

@@ -39,8 +39,8 @@ HPO_INLINE GatedNumber<F> clip_ratio(F ratio, F low, F high) {
   return {clipped, clipped == ratio};
 }
 
-// Bounds of tokens that are none: epsilons in place of ratios, or what was computed from a broken entropy. One that is meant to
-// be 1 may be rounded.
+// Bounds of tokens outside these limits are no ratios: they are epsilons, or computed from a broken entropy. A bound that is
+// meant to be 1 may be rounded.
 constexpr float kLowest = 0.0f, kHighestLow = 1.0f + 1e-6f, kLowestHigh = 1.0f - 1e-6f;
 
 HPO_INLINE bool is_low_bound(float low) { return low >= kLowest && low <= kHighestLow; }

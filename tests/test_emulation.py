@@ -205,6 +205,7 @@ UNORDERED = {
     "missing_second_grid_barrier": "reads what block",
     "missing_fence_before": "reads what block",
     "missing_fence_behind": "reads what block",
+    "fences_of_other_threads": "reads what block",
     "read_only_of_written": "reads through the read-only path what this launch has written",
     "written_of_read_only": "writes what this launch reads through the read-only path (4 bytes), behind",
     "misaligned_vector": "a misaligned load of 8 bytes, at",

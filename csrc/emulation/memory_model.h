@@ -1,12 +1,13 @@
 // Which writes of other blocks a read may rely on. Kernels call it at every access to global memory of at least four bytes,
 // because they are compiled with the hooks of -fsanitize=thread (machine.cpp), behind which stands this model instead.
 //
-// A write of another block in the same launch is visible behind a grid barrier; or if its block, behind a __threadfence of the
-// writing thread or of a thread behind a block barrier, did an atomic operation, and the reading block did a later one on the
-// same word, and then a __threadfence in the reading thread or before a block barrier. Every other read could return an old
-// value on a GPU, and fails here. A word that is read through the read-only path must not be written in the launch at all.
+// A write of another block in the same launch is visible behind a grid barrier; or if a thread of its block, the writing one or
+// one behind a block barrier, did a __threadfence and then an atomic operation, and a thread of the reading block a later one
+// on the same word and then a __threadfence, and is the reading one or came to a block barrier behind that. Every other read
+// could return an old value on a GPU, and fails here. A word that is read through the read-only path must not be written in the
+// launch at all.
 //
-// Where threads of a block agree is not followed exactly: an atomic operation of any thread counts for its block.
+// Which atomic operations saw each other is not followed exactly: one of a block counts for all words of it.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -43,22 +44,22 @@ class MemoryModel {
   }
 
   void fence(size_t block, size_t thread) {
+    Fences& fences = fences_of(block, thread);
     Published& own = blocks_[block];
-    if (!own.threads) own.threads = std::make_unique<Fences[]>(threads_of_block_);
-    Fences& fences = own.threads[thread];
-    if (fences.last < own.atomic) fences.released = fences.last;
     fences.last = now_++;
-    fences.acquired = own.synchronised;
-    own.fenced = own.barrier;
+    fences.barrier = own.barrier;
+    fences.acquired = fences.synchronised;
     own.acquired_by_some = std::max(own.acquired_by_some, fences.acquired);
   }
 
   void atomic(size_t block, size_t thread, uintptr_t address) {
+    Fences& fences = fences_of(block, thread);
     Published& own = blocks_[block];
     Cell& word = cell(address);
-    if (word.launch == launch_ && word.writer / threads_of_block_ != block) own.synchronised = now_;
-    own.released = own.fenced;
-    own.atomic = now_++;
+    if (word.launch == launch_ && word.writer / threads_of_block_ != block) fences.synchronised = now_;
+    fences.released = fences.last;
+    own.released = std::max(own.released, fences.barrier);
+    ++now_;
     write(block, thread, word);
   }
 
@@ -109,25 +110,29 @@ class MemoryModel {
     Page* page = nullptr;  // null: nothing was written to the page
   };
 
-  struct Fences {
-    Time last = 0;
-    Time released = 0;  // the last one before an atomic operation of the block
-    Time acquired = 0;  // the atomic operation that synchronised with another block before it
+  struct Fences {  // of a thread
+    Time last = 0, barrier = 0;  // and the block barrier before it
+    Time released = 0;  // the one before the last atomic operation
+    Time synchronised = 0, acquired = 0;  // the last atomic operation on a word of another block; that before the last fence
   };
 
   struct Published {
-    Time barrier = 0, fenced = 0, released = 0;  // block barriers: the last; that before a fence; and then an atomic operation
-    Time atomic = 0, synchronised = 0;  // atomic operations: the last; the last on a word of another block
+    Time barrier = 0, released = 0;  // block barriers: the last; that before the fence of a thread that did an atomic operation
     Time acquired = 0, acquired_by_some = 0;  // for every thread; for some thread since the last block barrier
     std::unique_ptr<Fences[]> threads;
   };
 
+  Fences& fences_of(size_t block, size_t thread) {
+    std::unique_ptr<Fences[]>& threads = blocks_[block].threads;
+    if (!threads) threads = std::make_unique<Fences[]>(threads_of_block_);
+    return threads[thread];
+  }
+
   bool sees(size_t block, size_t thread, const Cell& word) const {
     const Published &reader = blocks_[block], &writer = blocks_[word.writer / threads_of_block_];
     if (!reader.threads || !writer.threads) return false;
-    const Fences& fences = writer.threads[word.writer % threads_of_block_];
-    const bool by_itself = word.time <= fences.released || (word.time <= fences.last && fences.last < writer.atomic);
-    const bool published = by_itself || word.time <= writer.released;
+    const Time by_itself = writer.threads[word.writer % threads_of_block_].released;
+    const bool published = word.time <= std::max(by_itself, writer.released);
     return published && word.time <= std::max(reader.acquired, reader.threads[thread].acquired);
   }
 

@@ -256,6 +256,10 @@ def test_w14_bnpo(backend):
     out = A.bnpo(r, t(*[i // 4 for i in range(12)]), **b)
     close(out[[0, 4, 8]], up)
     close(out[[1, 6, 11]], down)
+    # Equal means, whatever the order of their rewards: Dr.GRPO's.
+    thirds, ids = t(*[1.0, 1, 0, 0, 1, 1] * 3), t(*[i // 3 for i in range(18)])
+    for same in (A.bnpo(thirds, ids, **b), A.bnpo(thirds.double(), ids, backend="reference")):
+        close(same, (thirds - 2 / 3).tolist())
 
 
 def test_w15_v05(backend):

@@ -312,6 +312,11 @@ def test_dcpo_is_the_authors_over_two_steps(backend):
     close(A.dcpo(t(1.0), t(0), start, **b)[0], [0])
     _, history = A.dcpo(t(1.0, 0), t(0, 0), start, **b)
     close(A.dcpo(t(1.0), t(0), history, **b)[0], [0.223607])
+    for dtype, own in ((torch.float32, b), (torch.float64, {"backend": "reference"})):
+        flat, history = torch.full((3,), 0.3, dtype=dtype, device=start.mean.device), start
+        for _ in range(12):
+            got, history = A.dcpo(flat, t(0, 0, 0), history, **own)
+            assert not got.any() and not history.variance.any()
 
 
 def test_mc_grpo_is_the_trainer_for_math_and_rescaled_that_for_gsm8k(backend):

@@ -70,6 +70,21 @@ def test_hapo_of_the_source():
     close(E.hapo_temperature(H7, SEVEN, state), paper)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hapo_s_temperatures_after_equal_entropies(backend, dtype):
+    """They are the base: a logarithm of float32 beside one of float64 is no deviation."""
+    for own in (backend, "reference"):
+        state = E.fit_pivot(torch.full((7,), 0.7, dtype=dtype), SEVEN, backend=own)
+        assert E.hapo_temperature(H7.to(dtype), SEVEN, state).tolist() == [1.0] * 7
+
+
+def test_hapo_clamps_as_fit_pivot_does():
+    """The pivot is 1e-8 in float32, and the greatest entropy the next number."""
+    least = torch.tensor(1e-8)
+    entropy = torch.cat((torch.zeros(6), torch.nextafter(least, torch.ones(()))[None]))
+    close(E.hapo(entropy, SEVEN).bounds[1], [1.28] * 6 + [1.56])
+
+
 def test_aepo_ruc_of_the_source():
     factor = E.aepo_ruc(torch.tensor([0.2, 0.4, 0.9]), ONE_ROW).advantage_factor
     close(factor, [0.83359, 0.94453, 1.22188], 5e-6)

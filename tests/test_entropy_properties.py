@@ -200,6 +200,12 @@ def test_kinds_of_nothing_are_neutral():
     assert E.entropy_advantage(entropy, torch.ones(1), batch).advantage_addend.tolist() == [0.0] * 3
     loss = hpo.policy_loss(entropy, entropy, torch.ones(1), batch, selection=E.hapo(entropy, batch)).loss
     assert loss.item() == 0
+    state, now, seen = E.fit_pivot(entropy, batch), torch.tensor([0.1, 0.5, 2.0]), hpo.PackedBatch.from_lengths([3])
+    low, high = E.hapo(now, seen, state=state).bounds
+    assert torch.equal(low, torch.full((3,), 0.8)) and torch.equal(high, torch.full((3,), 1.28))
+    assert E.hapo_redistribution(now, now, now, seen, state=state).advantage_factor.tolist() == [1.0] * 3
+    for compat in ("paper", "code"):
+        assert E.hapo_temperature(now, seen, state, compat=compat).tolist() == [1.0] * 3
 
 
 SIGNALS = {

@@ -256,6 +256,10 @@ def test_w14_bnpo(backend):
     out = A.bnpo(r, t(*[i // 4 for i in range(12)]), **b)
     close(out[[0, 4, 8]], up)
     close(out[[1, 6, 11]], down)
+    # Equal means, whatever the order of their rewards: Dr.GRPO's.
+    thirds, ids = t(*[1.0, 1, 0, 0, 1, 1] * 3), t(*[i // 3 for i in range(18)])
+    for same in (A.bnpo(thirds, ids, **b), A.bnpo(thirds.double(), ids, backend="reference")):
+        close(same, (thirds - 2 / 3).tolist())
 
 
 def test_w15_v05(backend):
@@ -308,6 +312,11 @@ def test_dcpo_is_the_authors_over_two_steps(backend):
     close(A.dcpo(t(1.0), t(0), start, **b)[0], [0])
     _, history = A.dcpo(t(1.0, 0), t(0, 0), start, **b)
     close(A.dcpo(t(1.0), t(0), history, **b)[0], [0.223607])
+    for dtype, own in ((torch.float32, b), (torch.float64, {"backend": "reference"})):
+        flat, history = torch.full((3,), 0.3, dtype=dtype, device=start.mean.device), start
+        for _ in range(12):
+            got, history = A.dcpo(flat, t(0, 0, 0), history, **own)
+            assert not got.any() and not history.variance.any()
 
 
 def test_mc_grpo_is_the_trainer_for_math_and_rescaled_that_for_gsm8k(backend):

@@ -187,7 +187,7 @@ class GroupHistory(NamedTuple):
         t, before, spread = (_read(field.double(), places) for field in self)
         mean, variance = mean.double(), variance.double()
         merged = (t * spread + variance + t / (t + 1) * (mean - before).square()) / (t + 1)
-        news = (t + 1, (t * before + mean) / (t + 1), merged)
+        news = (t + 1, before + (mean - before) / (t + 1), merged)  # a mean that stays is kept to the bit
         return GroupHistory(*(_written(old.double(), places, new) for old, new in zip(self, news, strict=True)))
 
     def to(self, device: torch.device | str) -> GroupHistory:

@@ -51,7 +51,8 @@ def bnpo(
     means = torch.where(group.members > 1, means, 0.0)
     center = total(once * means) / groups
     spread = total(once * (means - center).square()) / (groups - 1)
-    spread = torch.where((groups > 1.5) & (spread > 0), spread, 1.0)
+    # Means of equal groups lie 1e-16 apart by rounding, distinct ones of float32 rewards much further.
+    spread = torch.where((groups > 1.5) & (spread > 1e-24), spread, 1.0)
     room = center * (1 - center) / spread - 1
     alpha, beta = (torch.clamp(1 + room * part / 3, min=1) for part in (center, 1 - center))
     log_norm = torch.lgamma(alpha) + torch.lgamma(beta) - torch.lgamma(alpha + beta)

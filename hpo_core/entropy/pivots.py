@@ -40,7 +40,7 @@ def hapo(
             lower one of none.
         state: from :func:`fit_pivot`; None: fitted on this call's tokens, as in the code.
 
-    Where all entropies are equal, and at the pivot, h is 0.
+    Where all entropies are equal, and at the pivot, h is 0, as it is where the state has seen no entropy.
 
     >>> entropy = torch.tensor([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2])
     >>> low, high = hapo(entropy, PackedBatch.from_lengths([7])).bounds
@@ -120,8 +120,8 @@ def hapo_temperature(
         compat: "code": h as in :func:`hapo`'s, clamped to [-1, 1] where this step leaves the last one's range, so that
             temperatures *rise* below the pivot, too; there tau is 0.05.
 
-    Masked tokens get ``base``, and so do all on a side of the pivot where the last step had no entropies; in the code
-    those get the most.
+    Masked tokens get ``base``, and so do all where the last step had no entropies or equal ones, and with "code" those
+    on a side of the pivot where it had none; in the code itself those get the most.
 
     >>> entropy, batch = torch.tensor([0.05, 1.6, 3.2]), PackedBatch.from_lengths([3])
     >>> hapo_temperature(entropy, batch, fit_pivot(entropy, batch, "0.5"), tau=0.05, compat="code")
@@ -132,7 +132,7 @@ def hapo_temperature(
         h = _relative(given, state, compat).clamp(-1, 1)
     else:
         spread = torch.where(state.deviation > 0, state.deviation, torch.inf)
-        h = (given.values.clamp(min=1e-8).log() - state.pivot.log()) / spread
+        h = (_logs(given) - state.pivot.log()) / spread
     return given.result(base * (1 + tau * h), base)
 
 
@@ -140,7 +140,8 @@ def _read(
     entropy: torch.Tensor, batch: PackedBatch, state: PivotState | None, backend: str | None
 ) -> tuple[Signal, PivotState]:
     state = fit_pivot(entropy, batch, backend=backend) if state is None else checked_pivot(state, entropy)
-    return read(batch, entropy=entropy), state
+    pivot = torch.where(state.pivot.isnan(), 1.0, state.pivot)  # nothing to compare with: h is 0
+    return read(batch, entropy=entropy), state._replace(pivot=pivot)
 
 
 def _relative(given: Signal, state: PivotState, compat: str) -> torch.Tensor:
@@ -150,7 +151,12 @@ def _relative(given: Signal, state: PivotState, compat: str) -> torch.Tensor:
     down, up = pivot - least, greatest - pivot
     low = torch.where(down > 0, below / torch.where(down > 0, down, 1.0), 0.0)
     high = torch.where(up > 0, 1 / torch.where(up > 0, up, 1.0), 0.0)
-    return two_knot(given.values.clamp(min=1e-8).log(), low=(pivot, low), high=(pivot, high))
+    return two_knot(_logs(given), low=(pivot, low), high=(pivot, high))
+
+
+def _logs(given: Signal) -> torch.Tensor:
+    """Log-entropies ``[T]`` float64, clamped in the precision in which fit_pivot clamps."""
+    return given.values.to(given.dtype).clamp(min=1e-8).double().log()
 
 
 def _is_code(compat: str) -> bool:

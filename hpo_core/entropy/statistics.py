@@ -149,6 +149,7 @@ def fit_pivot(
     logs = fit_scopes(clamped.log(), process_group=process_group, backend=backend).at()
     ends = fit_scopes(clamped, process_group=process_group, backend=backend).at()
     around = logs.squares / logs.members + (logs.mean - pivot.log()).square()
+    around = torch.where(ends.least < ends.greatest, around, 0.0)  # the two logarithms are rounded differently
     none = logs.members == 0
     least, greatest = (torch.where(none, torch.nan, each) for each in (ends.least, ends.greatest))
     return PivotState(least, pivot, greatest, torch.where(none, torch.nan, around.sqrt()))

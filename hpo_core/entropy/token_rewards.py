@@ -37,9 +37,9 @@ def gtpo(
         alpha: (1, 0.1), the paper's.
         normalised: False gives the rewards themselves.
 
-    A position counts the valid tokens of a response. Where all entropies at a position are 0, ``u / mean(u)`` is 1.
-    Without group ids the batch is one group; a response outside every group gets 0. Assumed: rewards are standardised
-    over the tokens of the group, with ddof 0.
+    A position counts the valid tokens of a response that have an entropy. Where all entropies at a position are 0,
+    ``u / mean(u)`` is 1. Without group ids the batch is one group; a response outside every group gets 0. Assumed:
+    rewards are standardised over the tokens of the group, with ddof 0.
 
     Traps: after standardisation half of the tokens of *right* responses have a negative advantage.
 

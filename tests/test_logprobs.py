@@ -619,6 +619,17 @@ def test_a_row_without_an_upstream_gradient(backend):
     assert (grad[0] == 0).all() and (grad[1:] != 0).all()
 
 
+@native
+@types
+def test_an_upstream_gradient_that_is_nan_makes_a_row_nan(dtype, backend):
+    """Whatever its bits are: 0x7FFFFFFF is what arithmetic on a GPU gives, 0x7FC00000 what it gives elsewhere."""
+    bits = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7FFF8000, 0x7F800001, 0x7F808000])
+    nan = torch.cat((bits, bits - 2**31)).to(torch.int32).view(torch.float32)  # of both signs
+    logits, targets = normal(10, 90).to(dtype), integers(90, 10)
+    for upstream in ((nan, torch.ones(10)), (torch.ones(10), nan)):
+        assert call(logits, targets, upstream=upstream, backend=backend)[2].isnan().all()
+
+
 def test_what_is_kept_for_the_backward():
     logits, targets, kept = normal(8, 1000).requires_grad_(), integers(1000, 8), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):

@@ -636,6 +636,18 @@ def test_factors_on_a_penalty_need_the_reference():
         OPERATORS.policy_loss(*given, backend, False, False)
 
 
+def test_corrections_of_rows_need_leaves_that_are_rows():
+    *given, _, _, backend = operator_arguments(hpo.gates.step_gspo(), False)
+    rule = hpo.gates.Correction(hpo.gates.Action.CLAMP, unit=hpo.gates.Unit.TRAJECTORY).spec()
+    spec = hpo.gates.step_gspo().spec()._replace(row_corrections=(rule,))
+    of_tokens, of_leaves = torch.zeros_like(inputs().logp), torch.zeros(1, dtype=torch.int64)
+    tensors = PolicyLossInputs(*given)._replace(
+        correction_second=of_tokens, leaf_begin=of_leaves, leaf_end=of_leaves, leaf_row=of_leaves
+    )
+    with pytest.raises(ValueError, match=r"leaf_begin: expected None beside corrections of rows, .* drop leaf_begin"):
+        OPERATORS.policy_loss(*tensors, *ops.gates._numbers_of(spec), backend, False, False)
+
+
 def test_opcheck_the_others():
     given = inputs()
     batch = given.batch

@@ -33,7 +33,7 @@ struct Bfloat16 {
     first = Floats(both << 16);
     second = Floats(both & 0xFFFF0000u);
   }
-  static HPO_INLINE Unsigned rounded(Floats x) {  // to the nearest, ties to even; NaN has its payload in the upper half
+  static HPO_INLINE Unsigned rounded(Floats x) {  // to the nearest, ties to even; NaN must have no bits in the lower half
     const Unsigned bits = Unsigned(x);
     return bits + 0x7FFFu + ((bits >> 16) & 1u);
   }

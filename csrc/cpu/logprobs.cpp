@@ -331,6 +331,9 @@ void gradients_of_row(const typename Type::Element* from, int64_t columns, const
   });
 }
 
+// Any NaN as NAN: of the 0x7FFFFFFF that arithmetic on a GPU gives, rounding to bfloat16 would make -0.
+HPO_INLINE float with_plain_nan(float x) { return x == x ? x : NAN; }
+
 template <class Type>
 void backward(const LogprobsBackwardArgs& args, int threads) {
   const LogprobsArgs& given = args.given;
@@ -351,7 +354,8 @@ void backward(const LogprobsBackwardArgs& args, int threads) {
     const float* floor = given.floors ? given.floors + row : nullptr;
     const int64_t column = target_column(given, row);
     const float logit = logit_of_target<Type>(from, column, floor);
-    const RowGradient gradient = gradient_of(exponent, upstream, logit);
+    RowGradient gradient = gradient_of(exponent, upstream, logit);
+    gradient.constant = with_plain_nan(gradient.constant), gradient.target = with_plain_nan(gradient.target);
     const bool has_slope = upstream.entropy != 0.0f;
     if (has_slope) gradients_of_row<Type, true>(from, columns, floor, upstream.top, exponent, gradient, to);
     else gradients_of_row<Type, false>(from, columns, floor, upstream.top, exponent, gradient, to);

@@ -324,7 +324,14 @@ def _check_loss(*arguments: Any) -> None:
     )
     needs = ["target"] if spec.head in (Head.TARGET, Head.NEGATIVE_AWARE) else []
     needs += ["correction_second"] if spec.correction is not None or spec.row_corrections else []
-    check_inputs(PolicyLossInputs(*tensors), levels, needs)
+    inputs = PolicyLossInputs(*tensors)
+    # Shapes do not tell leaves that are rows from parts of rows, whose factor another thread may not have computed yet.
+    check(
+        not spec.row_corrections or inputs.leaf_begin is None,
+        "leaf_begin: expected None beside corrections of rows, which need whole rows as leaves, got a tensor; "
+        "drop leaf_begin, leaf_end and leaf_row, or multiply the factors of rows into token_weight",
+    )
+    check_inputs(inputs, levels, needs)
 
 
 # Tensors that come together.

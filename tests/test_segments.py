@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import hypothesis
 import numpy
@@ -168,6 +169,33 @@ def test_a_long_recurrence(backend):
     given = (each.to(testing.device_of(backend)) for each in (ones, ones, cu_seqlens))
     got = ops.recurrence(*given, backend).cpu()
     assert torch.equal(got, torch.cat([torch.arange(3, 0, -1.0), torch.arange(units - 3, 0, -1.0)]))
+
+
+def test_nothing_times_huge_gains_is_nothing(backend):
+    """Their product overflows where a scan composes maps as a tree."""
+    given = torch.zeros(64), torch.full((64,), 1e10), torch.tensor([0, 64])
+    got = ops.recurrence(*(each.to(testing.device_of(backend)) for each in given), backend)
+    assert not got.any()
+
+
+@pytest.mark.skipif(not hpo.backends()["triton"], reason="Triton is not available")
+def test_composed_gains_stay_finite():
+    """The interpreter scans one by one: here the maps of 64 equal units are composed as on a GPU."""
+    import triton
+    import triton.language as tl
+    from hpo_core._triton.segments import _compose
+
+    @triton.jit
+    def kernel(maps, COMPOSE: tl.constexpr):
+        gain, value = tl.load(maps), tl.load(maps + 1)
+        for _ in range(6):
+            gain, value = COMPOSE(gain, value, gain, value)
+        tl.store(maps, gain)
+        tl.store(maps + 1, value)
+
+    maps = torch.tensor([1e10, 0.0], dtype=torch.float64, device=testing.device_of("triton"))
+    kernel[(1,)](maps, _compose)
+    assert maps.tolist() == [sys.float_info.max, 0.0]
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 9], [-3, 2], [3, 1], [0, 2, 5, 4], [5, 5]])

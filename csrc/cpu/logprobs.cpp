@@ -355,7 +355,7 @@ void backward(const LogprobsBackwardArgs& args, int threads) {
     const int64_t column = target_column(given, row);
     const float logit = logit_of_target<Type>(from, column, floor);
     RowGradient gradient = gradient_of(exponent, upstream, logit);
-    gradient.constant = with_plain_nan(gradient.constant), gradient.target = with_plain_nan(gradient.target);
+    for (float* part : {&gradient.constant, &gradient.slope, &gradient.target}) *part = with_plain_nan(*part);
     const bool has_slope = upstream.entropy != 0.0f;
     if (has_slope) gradients_of_row<Type, true>(from, columns, floor, upstream.top, exponent, gradient, to);
     else gradients_of_row<Type, false>(from, columns, floor, upstream.top, exponent, gradient, to);

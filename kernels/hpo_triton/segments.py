@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from .groups import (
     sum_group,
 )
 from .launch import INTERPRETED, REGISTERS, kernel, launch
+from .math import clamp
 from .rows import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_tokens
 
 ROWS = 1024  # rows of one program
@@ -242,10 +245,13 @@ def group_statistics(
 # --------------------------------------------------------------------------------------------------------- recurrence
 
 
+LARGEST = tl.constexpr(sys.float_info.max)
+
+
 @triton.jit
 def _compose(gain, value, next_gain, next_value):
     """The map y -> gain y + value followed by the next map."""
-    return next_gain * gain, next_gain * value + next_value
+    return clamp(next_gain * gain, -LARGEST, LARGEST), next_gain * value + next_value  # 0 times the gain stays 0
 
 
 @kernel

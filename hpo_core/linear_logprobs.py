@@ -9,8 +9,9 @@ import torch
 from . import ops
 from .arguments import examines
 from .backends import is_reference
+from .batch import PackedBatch
 from .checks import check, check_device, check_dtype, check_shape
-from .logprobs import TokenLogprobs
+from .logprobs import TokenLogprobs, counted_targets
 from .ops.linear_logprobs import LinearRows
 from .reference.linear_logprobs import linear_token_logprobs as definition
 from .specs import LogitRows
@@ -31,6 +32,7 @@ def linear_token_logprobs(
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
     *,
+    batch: PackedBatch | torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     entropy: bool = True,
     softcap: float | None = None,
@@ -60,6 +62,8 @@ def linear_token_logprobs(
             differentiation.
         ignore_index: rows with this target are not read; their results and gradients are 0. On the CPU these rows, and
             in the backward rows whose upstream gradients are 0, take part in no product.
+        batch: as in :func:`~hpo_core.token_logprobs`: ``targets`` are the tokens themselves, and the results of a token
+            come from the hidden state of the token before it in its row; ``hidden`` is ``[T, D]`` or ``[B, L, D]``.
         bias: ``[V]``, added to the products.
         entropy: whether to compute the entropy.
         softcap: a number above 0. None: no softcap.
@@ -79,6 +83,9 @@ def linear_token_logprobs(
     >>> hidden, weight = torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     >>> linear_token_logprobs(hidden, weight, torch.tensor([1, 0]))
     TokenLogprobs(logp=tensor([-1.4076, -0.5514]), entropy=tensor([0.8324, 0.9753]))
+    >>> batch = PackedBatch.from_lengths([2]).without_first_tokens()
+    >>> linear_token_logprobs(hidden, weight, torch.tensor([2, 1]), batch=batch).logp
+    tensor([ 0.0000, -1.4076])
     """
     reference = is_reference(hidden, backend)
     types = (*LOGITS, torch.float64) if reference else LOGITS
@@ -97,7 +104,11 @@ def linear_token_logprobs(
         check_device("bias", bias, hidden.device, "hidden")
     for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
         check(number is None or 0 < number < math.inf, "{}: expected a finite number above 0, got {}", name, number)
+    targets, places = counted_targets(targets, batch, ignore_index)
     temperature = checked_temperature(temperature, targets, ignore_index, exact=reference)
+    targets = places.at_logits(targets)
+    if isinstance(temperature, torch.Tensor):
+        temperature = places.at_logits(temperature)
     # softmax(s x / t) = softmax(x / (t / s)), and a cap of c on s x is one of c / s on x: so the scale s costs nothing.
     each, number = (temperature / logit_scale, 1.0) if isinstance(temperature, torch.Tensor) else (
         None, temperature / logit_scale
@@ -110,23 +121,25 @@ def linear_token_logprobs(
         sizes, first, vocabulary = shards(weight.shape[0], process_group, vocabulary_sizes)
     is_part = process_group is not None
     check(is_part or vocabulary > 0, "weight: expected a vocabulary of at least one token, got {}", list(weight.shape))
-    targets = targets.to(torch.int64)
 
     if reference:
         if process_group is not None:
             weight = all_rows(weight, process_group)
             bias = None if bias is None else all_rows(bias, process_group)
         rows = LogitRows(hidden, targets, each, number, ignore_index, None, 0, vocabulary)
-        return TokenLogprobs(*definition(hidden, weight, bias, rows, capped, kept)[:2])
-
-    given = LinearRows(
-        hidden.reshape(targets.numel(), hidden.shape[-1]), weight, bias, targets.flatten(),
-        None if each is None else each.flatten(), number, ignore_index, capped, first, vocabulary,
-        *_checked_block(block, hidden),
-    )  # fmt: skip
-    over = () if process_group is None else (process_group, sizes)
-    logp, entropies = ops.linear_token_logprobs(given, kept, backend, *over)
-    return TokenLogprobs(logp.view(targets.shape), None if entropies is None else entropies.view(targets.shape))
+        logp, entropies = definition(hidden, weight, bias, rows, capped, kept)[:2]
+    else:
+        given = LinearRows(
+            hidden.reshape(targets.numel(), hidden.shape[-1]), weight, bias, targets.flatten(),
+            None if each is None else each.flatten(), number, ignore_index, capped, first, vocabulary,
+            *_checked_block(block, hidden),
+        )  # fmt: skip
+        over = () if process_group is None else (process_group, sizes)
+        logp, entropies = ops.linear_token_logprobs(given, kept, backend, *over)
+    at_tokens = places.at_tokens
+    return TokenLogprobs(
+        at_tokens(logp.view(targets.shape)), None if entropies is None else at_tokens(entropies.view(targets.shape))
+    )
 
 
 def _checked_block(block: tuple[int, int] | None, hidden: torch.Tensor) -> tuple[int, int]:

@@ -135,7 +135,8 @@ def token_logprobs(
     logp, found, _ = call.run(3 if entropy and call.entropy_rows is None else 2)
     if call.entropy_rows is not None:
         found = call._replace(rows=call.entropy_rows).run(3)[1]
-    return TokenLogprobs(call.placed(logp), None if found is None else call.placed(found))
+    at_tokens = call.places.at_tokens
+    return TokenLogprobs(at_tokens(logp), None if found is None else at_tokens(found))
 
 
 @examines
@@ -187,10 +188,42 @@ def token_statistics(
         squares,
         is_read & (logits.gather(-1, column).squeeze(-1) == top),
     )
-    return TokenStatistics(*(call.placed(each) for each in (logp, entropy, *constants)))
+    return TokenStatistics(*(call.places.at_tokens(each) for each in (logp, entropy, *constants)))
 
 
 # ------------------------------------------------------------------------------------------------------------- the call
+
+
+class Places(NamedTuple):
+    """Where the results of tokens stand: with a batch at the token before, whose logits predict them."""
+
+    is_shifted: bool
+    unpredicted: torch.Tensor | None  # [...] bool: tokens of the mask without logits; None: known to be none
+
+    def at_logits(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of tokens at the logits that predict these."""
+        return values.roll(-1) if self.is_shifted else values
+
+    def at_tokens(self, result: torch.Tensor) -> torch.Tensor:
+        """The result at its tokens. The last row of logits predicts no token: its 0 becomes the first token's."""
+        return self.marked(result.roll(1) if self.is_shifted else result)
+
+    def marked(self, result: torch.Tensor) -> torch.Tensor:
+        """The result with NaN at tokens that count and have no logits."""
+        if self.unpredicted is not None and result.is_floating_point():
+            result = torch.where(self.unpredicted, torch.nan, result)
+        return result
+
+
+def counted_targets(
+    targets: torch.Tensor, batch: PackedBatch | torch.Tensor | None, ignore_index: int
+) -> tuple[torch.Tensor, Places]:
+    """The targets in int64, with ``ignore_index`` where the batch counts none, and where the results stand."""
+    targets = targets.to(torch.int64)
+    if batch is None:
+        return targets, Places(False, None)
+    predicted, unpredicted = _predicted(targets, batch)
+    return torch.where(predicted, targets, ignore_index), Places(True, unpredicted)
 
 
 class _Call(NamedTuple):
@@ -198,8 +231,7 @@ class _Call(NamedTuple):
 
     rows: LogitRows
     entropy_rows: LogitRows | None  # the same rows at the temperature of the entropy, where it differs
-    is_shifted: bool  # whether the results of a token stand at the token before it
-    unpredicted: torch.Tensor | None  # [...] bool: tokens of the mask without logits; None: known to be none
+    places: Places
     in_place: bool
     backend: str | None
     group: Group | None = None  # ranks that hold a part of the vocabulary each
@@ -222,16 +254,6 @@ class _Call(NamedTuple):
         rows = rows._replace(first=parts.first)
         return ops.over_ranks(rows, kept, self.backend, group, parts.sizes, self.in_place)
 
-    def placed(self, result: torch.Tensor) -> torch.Tensor:
-        """The result at its tokens. The last row of logits predicts no token: its 0 becomes the first token's."""
-        return self.marked(result.roll(1) if self.is_shifted else result)
-
-    def marked(self, result: torch.Tensor) -> torch.Tensor:
-        """The result with NaN at tokens that count and have no logits."""
-        if self.unpredicted is not None and result.is_floating_point():
-            result = torch.where(self.unpredicted, torch.nan, result)
-        return result
-
 
 def checked_call(
     logits: torch.Tensor,
@@ -248,10 +270,7 @@ def checked_call(
 ) -> _Call:
     reference = is_reference(logits, backend)
     _check_operands(logits, targets, reference, least)
-    targets, unpredicted = targets.to(torch.int64), None
-    if batch is not None:
-        predicted, unpredicted = _predicted(targets, batch)
-        targets = torch.where(predicted, targets, ignore_index)
+    targets, places = counted_targets(targets, batch, ignore_index)
     unread = targets == ignore_index
     of_targets = (targets.shape, targets.device, "targets", reference)
 
@@ -262,9 +281,7 @@ def checked_call(
         return value
 
     def at_temperature(rows: LogitRows, value: Any) -> LogitRows:
-        each, number = (value, 1.0) if isinstance(value, torch.Tensor) else (None, value)
-        if batch is not None and each is not None:
-            each = each.roll(-1)
+        each, number = (places.at_logits(value), 1.0) if isinstance(value, torch.Tensor) else (None, value)
         return rows._replace(temperatures=each, temperature=number)
 
     is_same = entropy_temperature is None or entropy_temperature is temperature
@@ -279,15 +296,13 @@ def checked_call(
     if ids is not None:
         check(floors is None, "support_floor, support_ids: expected one of them, got both")
         ids = _checked_ids(ids, targets, unread, logits.shape[-1])
-    if batch is not None:
-        targets = targets.roll(-1)
-    rows = LogitRows(logits, targets, None, 1.0, ignore_index, floors, 0, logits.shape[-1])
+    rows = LogitRows(logits, places.at_logits(targets), None, 1.0, ignore_index, floors, 0, logits.shape[-1])
     if in_place:
         _check_in_place(rows, reference, ids, is_same)
     if ids is not None:
         rows = _of_ids(rows, ids if batch is None else ids.roll(-ids.shape[-1]))
     entropy_rows = None if is_same else at_temperature(rows, entropy_temperature)
-    return _Call(at_temperature(rows, temperature), entropy_rows, batch is not None, unpredicted, in_place, backend)
+    return _Call(at_temperature(rows, temperature), entropy_rows, places, in_place, backend)
 
 
 def _check_operands(logits: torch.Tensor, targets: torch.Tensor, reference: bool, least: int) -> None:
@@ -308,7 +323,7 @@ def _predicted(targets: torch.Tensor, batch: PackedBatch | torch.Tensor) -> tupl
         batch = PackedBatch.from_padded(batch)
     shape = targets.shape
     if shape != batch.padded_shape:
-        meaning, fix = "[T] (one per token of the batch)", "a pack in a model's form [1, T, V] is logits[0], targets[0]"
+        meaning, fix = "[T] (one per token of the batch)", "a pack in a model's form [1, T, ...] is the first of each"
         check_shape("targets", targets, (batch.total_tokens,), meaning, fix)
     check_device("targets", targets, batch.device, "the batch")
     predicted, unpredicted = batch.once(_predictions)

@@ -129,7 +129,7 @@ def policy_loss_from_logits(
         grad = rows.logits if inplace_gradient else kernels.uninitialised(logits.shape, logits.dtype, logits.device)
         found = resolve("loss_from_logits", logits, backend).loss_from_logits(rows, inputs, spec, grad)
     found = found or _in_chunks(rows, inputs, spec, run, kernels, grad)
-    logp, entropy = (call.marked(each.view(targets.shape)) for each in found)
+    logp, entropy = (call.places.marked(each.view(targets.shape)) for each in found)
     if inputs.entropy is None:
         inputs = inputs._replace(entropy=entropy)
     loss, vector, *_ = run(inputs._replace(logp=logp), spec, False, False)

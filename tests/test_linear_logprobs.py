@@ -268,6 +268,40 @@ def test_a_masked_vocabulary(backend):
     assert lost.logp[targets != IGNORED].isnan().all() and (lost.logp[targets == IGNORED] == 0).all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("variant", ["no entropy", "everything", "temperatures"])
+def test_a_batch(variant, backend):
+    """What token_logprobs makes of the logits; hidden states that predict no token of the mask are not read."""
+    (hidden, weight, targets, a, b), keywords = head(), VARIANTS[variant]
+    mask = torch.arange(COUNT) % 9 > torch.tensor([0, 3, 2, 0, 8]).repeat_interleave(9)
+    mask[7] = False
+    packed = hpo.PackedBatch.from_lengths([9] * 5, mask=mask)
+    hidden = hidden.masked_fill(~mask.roll(-1)[:, None], math.nan)
+    found = call(hidden, weight, targets, a, b, **keywords, batch=packed, backend=backend)
+
+    logits = torch.where(hidden.isnan(), 0.0, hidden) @ weight.t() + keywords.get("bias", 0.0)
+    logits, cap = keywords.get("logit_scale", 1.0) * logits, keywords.get("softcap")
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    of_logits = {name: keywords[name] for name in ("temperature", "entropy") if name in keywords}
+    logp, entropy = hpo.token_logprobs(logits, targets, batch=packed, **of_logits, backend=backend)
+    torch.testing.assert_close(found[0], logp)
+    torch.testing.assert_close(found[1], logp if entropy is None else entropy)
+
+    # Each token by hand: its target at the hidden state before it.
+    each = {name: value.roll(-1) if variant == name + "s" else value for name, value in keywords.items()}
+    moved = torch.where(mask, targets, IGNORED).roll(-1)
+    alone = call(hidden, weight, moved, a.roll(-1), b.roll(-1), **each, backend=backend)
+    assert all(torch.equal(mine, whole.roll(1)) for mine, whole in zip(found[:2], alone[:2], strict=True))
+    assert all(torch.equal(mine, whole) for mine, whole in zip(found[2:], alone[2:], strict=True))
+
+    folded = [each.view(5, 9, *each.shape[1:]) for each in (hidden, targets, a, b)]
+    if variant == "temperatures":
+        keywords = {**keywords, "temperature": keywords["temperature"].view(5, 9)}
+    for batch in (packed.mask.view(5, 9), hpo.PackedBatch.from_padded(mask.view(5, 9))):
+        padded = call(folded[0], weight, *folded[1:], **keywords, batch=batch, backend=backend)
+        assert all(torch.equal(mine.reshape(whole.shape), whole) for mine, whole in zip(padded, found, strict=True))
+
+
 @backends
 @pytest.mark.parametrize("shape", [(0,), (), (3, 0), (5, 9), (3, 5, 3)])
 def test_leading_shapes(shape, backend):
@@ -397,13 +431,15 @@ def test_opcheck(kept):
         torch.library.opcheck(OPERATORS.linear_token_logprobs_backward.default, given)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_compiled_without_a_break(backend):
+@pytest.mark.parametrize(("backend", "batched"), [("reference", False), ("cpu", False), ("cpu", True)])
+def test_compiled_without_a_break(backend, batched):
     """One graph, and one more with the number of tokens as a symbol."""
     hidden, weight, targets, *_ = head()
 
     def loss(h, w, targets):
-        logp, entropy = hpo.linear_token_logprobs(h, w, targets, 0.7, softcap=5.0, backend=backend)
+        batch = (torch.arange(len(h)) > 0)[None] if batched else None
+        h, targets = (h[None], targets[None]) if batched else (h, targets)
+        logp, entropy = hpo.linear_token_logprobs(h, w, targets, 0.7, batch=batch, softcap=5.0, backend=backend)
         return (logp + 0.5 * entropy).square().sum()
 
     torch.compiler.reset()
@@ -465,6 +501,9 @@ def test_extra_memory_is_that_of_a_block(count, vocabulary, dtype):
         ({"block": (0, 5)}, ValueError, r"block: expected two integers above 0, .*, got \(0, 5\)"),
         ({"block": 64}, TypeError, "block: expected a pair of integers, got 64"),
         ({"temperature": 0.0}, ValueError, "temperature: expected finite numbers above 0"),
+        ({"batch": "pack"}, TypeError, r"batch: expected a PackedBatch or a mask \[B, L\], got"),
+        ({"batch": torch.ones(1, 3, dtype=torch.bool)}, ValueError, r"targets: expected shape \[T\] .*; a pack in"),
+        ({"batch": hpo.PackedBatch.from_lengths([2])}, ValueError, r"batch: its mask counts the first token of row"),
         ({"process_group": "world"}, TypeError, "process_group: expected a torch.distributed.ProcessGroup"),
     ],
 )  # fmt: skip

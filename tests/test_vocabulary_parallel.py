@@ -40,6 +40,10 @@ def head():
     return normal(ROWS, WIDTH, seed=4), normal(VOCABULARY, WIDTH, seed=5), normal(VOCABULARY, seed=6), targets, a, b
 
 
+def packed():
+    return hpo.PackedBatch.from_lengths([ROWS - 5, 5]).without_first_tokens()
+
+
 def with_gradients(function, leaves, a, b):
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     logp, entropy = function(*leaves)
@@ -250,6 +254,7 @@ def compute(rank):
     hidden, weight, *_ = head()
     rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)  # sequence or context parallel
     found["rows"] = hpo.token_logprobs(logits[rows], targets[rows])
+    found["batch"] = hpo.linear_token_logprobs(hidden, weight[mine], targets, batch=packed(), **over)
     found["hidden rows"] = hpo.linear_token_logprobs(hidden[rows], weight, targets[rows])
 
     from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -387,6 +392,9 @@ def test_a_head_that_ranks_share(found, world, backend):
         lambda h, w, c: hpo.linear_token_logprobs(h, w, targets, 0.7, bias=c, softcap=4.0, backend=backend),
         [hidden, weight, bias], a, b,
     )  # fmt: skip
+    logp, entropy = hpo.linear_token_logprobs(hidden, weight, targets, batch=packed())
+    for rank in found[world]:
+        torch.testing.assert_close(rank["batch"], (logp, entropy), rtol=2e-6, atol=2e-6, equal_nan=True)
     ranks = [rank["linear", backend] for rank in found[world]]
     for rank in ranks:
         for got, true in zip(rank[:3], whole[:3], strict=True):

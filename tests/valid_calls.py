@@ -496,7 +496,8 @@ def _logprobs() -> Iterator[Call]:
     yield _call(hpo.token_logprobs, "temperature", **given, temperature=_TEMPERATURES)
     head = {"hidden": _LOGITS, "weight": _WEIGHT, "targets": _TARGETS, "bias": _WEIGHT[:, 0], "backend": "cpu"}
     yield _call(hpo.linear_token_logprobs, **head)
-    yield _call(hpo.linear_token_logprobs, "temperature", **head, temperature=_TEMPERATURES)
+    batch = PackedBatch(integers(0, 3, 5), bools(0, 1, 1, 0, 1))
+    yield _call(hpo.linear_token_logprobs, "temperature", **head, temperature=_TEMPERATURES, batch=batch)
     part = {**given, "first": 8, "vocabulary": 16}
     state = hpo.logprob_states.LogprobState(_TEMPERATURES, _LOGITS[:, 0] + 1, _LOGITS[:, 1], _TEMPERATURES - 1)
     yield _call(hpo.logprob_states.part, **part)

@@ -45,9 +45,10 @@ def main() -> int:
     plans = [plan for module in modules for plan in module.plans(arguments.quick)]
     if arguments.large:
         plans += [*bench_logprobs.large(), *bench_linear_logprobs.large()]
+    names = dict.fromkeys(plan.name for plan in plans)
     plans = [plan for plan in plans if arguments.only in plan.name]
     if not plans:
-        parser.error(f"--only: no case has {arguments.only!r} in its name")
+        parser.error(f"--only: no case has {arguments.only!r} in its name; there are\n  " + "\n  ".join(names))
     facts = report.environment()
     print("\n".join(f"{name:12} {value}" for name, value in facts.items()))
     limits = ceilings()

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3Config, 
 from trl import GRPOConfig, GRPOTrainer
 
 import hpo_core as hpo
-from hpo_core.backends import choice
+from hpo_core.backends import choice, resolve
 from hpo_core.integrations.trl import HPOTrainer
 
 # The gate, and the denominator its paper uses, by TRL's name for it.
@@ -280,17 +280,29 @@ def draw(result: dict[str, Any], path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer above 0, got {text}")
+    return number
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gate", choices=GATES, default="dapo", help="the ratio gate (default: dapo)")
     parser.add_argument("--entropy", choices=ENTROPIES, default="none", help="the entropy method (default: none)")
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--steps", type=int, default=400, help="optimiser steps (default: 400)")
+    parser.add_argument("--steps", type=positive, default=400, help="optimiser steps (default: 400)")
     parser.add_argument("--random-reward", action="store_true", help="the control: rewards that know nothing")
     parser.add_argument("--backend", help="a name from hpo_core.backends() (default: by device)")
     parser.add_argument("--warm-start", type=float, default=0.25, help="accuracy that ends it (default: 0.25)")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder (default: demo_output)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    try:
+        resolve("gates", torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu"), options.backend)
+    except (ValueError, RuntimeError) as error:
+        parser.error(f"--{error}")
+    return options
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -367,7 +379,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "after": measure(),
         "training_seconds": trained,
         "step_milliseconds": 1e3 * trained / options.steps,
-        "loss_milliseconds": {name: 1e3 * statistics.median(seen or [0.0]) for name, seen in trainer.seconds.items()},
+        "loss_milliseconds": {
+            name: 1e3 * statistics.median(seen) if seen else None for name, seen in trainer.seconds.items()
+        },
         "loss_calls": dict(trainer.served),
         "curve": progress.curve,
     }
@@ -385,7 +399,10 @@ def report(result: dict[str, Any], output: Path, seconds: float) -> None:
     print(f"\ntraining: {result['training_seconds']:.0f} s, {step:.0f} ms a step; everything: {seconds:.0f} s")
     print("loss with metrics and backward, median on the same micro-batches:")
     for name, milliseconds in result["loss_milliseconds"].items():
-        print(f"  {name:<9}{milliseconds:>7.2f} ms, {100 * milliseconds / step:.1f} % of a step")
+        if milliseconds is None:
+            print(f"  {name:<9}not timed: each {COMPARED_EVERY}th micro-batch is")
+        else:
+            print(f"  {name:<9}{milliseconds:>7.2f} ms, {100 * milliseconds / step:.1f} % of a step")
     for name, calls in result["loss_calls"].items():
         print(f"loss computed by backend {name!r}: {calls} times")
     print(f"written: {output / 'reward.png'}, {output / 'curve.json'}")

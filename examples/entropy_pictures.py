@@ -285,7 +285,7 @@ def dot(edge: str, face: str, label: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--accuracy", type=float, default=0.1, help="that ends the supervised start (default: 0.1)")
     parser.add_argument("--made-up", action="store_true", help="draw random numbers, without a model")

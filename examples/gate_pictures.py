@@ -126,7 +126,7 @@ def plotter() -> Any:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, default=Path("docs/pictures"), help="folder (default: docs/pictures)")
     options = parser.parse_args(argv)
     options.output.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # GSPO with leave-one-out advantages in verl 0.9.1, on one node; log-probabilities come from hidden states.
 #
-#   pip install "verl[verl-core]==0.9.1" vllm hpo-core
+#   pip install "verl[verl-core]==0.9.1" vllm .    # in a checkout of hpo_core
 #   DATA=~/data/gsm8k MODEL=Qwen/Qwen2.5-0.5B-Instruct GPUS=1 sh examples/verl.sh trainer.total_epochs=1
 #
 # DATA has train.parquet and test.parquet as verl's examples/data_preprocess/gsm8k.py writes them. Options that follow

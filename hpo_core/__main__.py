@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import platform
 import warnings
@@ -13,7 +14,10 @@ from ._version import __version__
 from .backends import OPS, backends, choice
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m hpo_core", description=__doc__.split(": ", 1)[1].capitalize())
+    parser.add_argument("--version", action="version", version=f"hpo_core {__version__}")
+    parser.parse_args(argv)
     print(
         f"hpo_core {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
     )

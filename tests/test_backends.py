@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import hpo_core as hpo
+from hpo_core import __main__ as program
 from hpo_core import specs, testing
 
 backends = importlib.import_module("hpo_core.backends")  # the attribute of this name is the function
@@ -187,3 +188,10 @@ BUILT = [name for name in ("cpu", "cuda", "cuda_emulated") if importlib.util.fin
 @pytest.mark.parametrize("name", BUILT)
 def test_inputs_come_in_the_order_of_the_c_interface(name):
     assert tuple(importlib.import_module(f"hpo_core._{name}").inputs) == specs.PolicyLossInputs._fields
+
+
+def test_the_program_says_its_version_and_refuses_words(capsys):
+    for argument, code, said in (("--version", 0, hpo.__version__), ("--help", 0, "What is"), ("abacus", 2, "abacus")):
+        with pytest.raises(SystemExit) as left:
+            program.main([argument])
+        assert left.value.code == code and said in "".join(capsys.readouterr())

@@ -1,6 +1,8 @@
 """The cases of `make bench` at their small sizes: every contestant agrees with the float64 reference."""
 
+import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,15 @@ def test_what_a_gpu_is_checked_with(monkeypatch):
     twice = lambda *given: {name: 2 * tensor for name, tensor in exact(*given).items()}  # noqa: E731
     monkeypatch.setattr(bench_presets, "truth", twice)
     assert gpu_check.exercise("cuda_emulated", "cpu", "small") == len(bench_presets.PRESETS)
+
+
+def test_a_case_that_is_none(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--only", "abacus"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which the script sets
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(Path(__file__).parents[1] / "bench/run.py"), run_name="__main__")
+    assert "no case has 'abacus' in its name; there are\n  ppo_clip 512 x 2048\n" in capsys.readouterr().err
 
 
 def test_every_preset_has_an_eager_formula():

@@ -44,10 +44,32 @@ def test_a_short_run(tmp_path, monkeypatch, capsys):
     assert "% of a step" in printed
 
 
-def test_an_unknown_backend_is_an_error_before_training(tmp_path):
-    with pytest.raises(ValueError, match="backend: expected one of"):
-        demo().main(["--output", str(tmp_path), "--warm-start", "0", "--backend", "abacus"])
-    assert not (tmp_path / "curve.json").exists()
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--backend", "abacus", "--backend: expected one of"),
+        ("--steps", "0", "--steps: expected an integer above 0, got 0"),
+        ("--steps", "-3", "--steps: expected an integer above 0, got -3"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(option, value, said, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        demo().main(["--output", str(tmp_path / "new"), "--warm-start", "0", option, value])
+    assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_a_loss_that_nobody_timed(tmp_path, capsys):
+    result = {
+        "step_milliseconds": 3.0,
+        "training_seconds": 1.0,
+        "loss_milliseconds": {"TRL": None, "hpo_core": 2.0},
+        "loss_calls": {},
+        "before": {"sampled": 0.0, "greedy": 0.0},
+        "after": {"sampled": 0.0, "greedy": 0.0},
+    }
+    demo().report(result, tmp_path, 2.0)
+    printed = capsys.readouterr().out
+    assert "TRL      not timed" in printed and "2.00 ms" in printed
 
 
 @pytest.mark.long

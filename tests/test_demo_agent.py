@@ -40,6 +40,12 @@ def test_a_short_run(demo, tmp_path, capsys):
     assert "updates to 80%" in capsys.readouterr().out
 
 
+def test_updates_are_counted_from_one(demo, capsys):
+    with pytest.raises(SystemExit):
+        demo.main(["--updates", "0"])
+    assert "--updates: expected an integer above 0, got 0" in capsys.readouterr().err
+
+
 def test_tokens_turns_and_episodes(demo, rollouts):
     batch = rollouts.batch
     assert batch.rows == demo.LAYOUTS * demo.ROLLOUTS

@@ -54,6 +54,12 @@ def test_numbers_of_no_model_are_drawn(tmp_path, capsys):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in NAMES)
 
 
+def test_the_help_is_a_sentence(capsys):
+    with pytest.raises(SystemExit):
+        pictures().main(["--help"])
+    assert "on the gradient of the loss." in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.long
 @pytest.mark.peers
 def test_answers_of_the_demo_are_drawn(tmp_path):

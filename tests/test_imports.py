@@ -129,7 +129,7 @@ def test_an_integration_without_its_trainer_says_what_to_install():
         "        print(error)"
     )
     found = run(program)
-    assert "'hpo-core[verl]'" in found and "'hpo-core[trl]'" in found
+    assert "'verl[verl-core]>=0.9.1,<0.10'" in found and "'trl>=1.16,<2'" in found
     assert {f"hpo_core.integrations.{name}" for name in ASKING.values()} <= set(found)
 
 

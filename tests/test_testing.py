@@ -393,7 +393,7 @@ def test_without_weights_a_gate_of_steps_counts_the_tokens_in_steps():
 
 def test_strategies_without_hypothesis_say_so(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "hypothesis.strategies", None)
-    with pytest.raises(ImportError, match="pip install"):
+    with pytest.raises(ImportError, match="pip install hypothesis"):
         testing.layouts()
 
 

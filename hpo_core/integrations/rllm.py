@@ -27,14 +27,12 @@ except ImportError as error:
 from .. import advantages
 from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of
 from ..checks import check, require_type
+from . import prompt_advantages
 
 __all__ = ["ESTIMATORS", "register_advantage"]
 
 # Estimators of trajectories that need no more than rLLM gives: rewards, groups and lengths.
-ESTIMATORS = (
-    *("bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "mc_grpo", "ngrpo"),
-    *("opo", "rloo"),
-)
+ESTIMATORS = tuple(name for name in prompt_advantages.ESTIMATORS if level_of(getattr(advantages, name)) == "row")
 
 
 def register_advantage(name: str, estimator: Callable[..., torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ import torch.distributed
 try:
     from trl import GRPOTrainer  # type: ignore[attr-defined,import-not-found,unused-ignore]
 except ImportError as error:
-    raise ImportError("hpo_core.integrations.trl needs TRL 1.16 or newer: pip install 'hpo-core[trl]'") from error
+    raise ImportError("hpo_core.integrations.trl needs TRL 1.16 or newer: pip install 'trl>=1.16,<2'") from error
 
 from .. import aggregation
 from ..advantages.distributed import over_ranks

@@ -24,7 +24,9 @@ try:
         register_policy_loss,
     )
 except ImportError as error:
-    raise ImportError("hpo_core.integrations.verl needs verl 0.9.1: pip install 'hpo-core[verl]'") from error
+    raise ImportError(
+        "hpo_core.integrations.verl needs verl 0.9.1: pip install 'verl[verl-core]>=0.9.1,<0.10'"
+    ) from error
 
 from .. import advantages, aggregation, gates
 from ..batch import PackedBatch

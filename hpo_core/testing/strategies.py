@@ -32,9 +32,7 @@ def hypothesis() -> Any:
         importlib.import_module("hypothesis.strategies")
         return importlib.import_module("hypothesis")
     except ImportError as error:
-        raise ImportError(
-            "hpo_core.testing: strategies and check() need hypothesis: pip install 'hpo-core[testing]'"
-        ) from error
+        raise ImportError("hpo_core.testing: strategies and check() need hypothesis: pip install hypothesis") from error
 
 
 @examines

@@ -254,7 +254,9 @@ def compute(rank):
     hidden, weight, *_ = head()
     rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)  # sequence or context parallel
     found["rows"] = hpo.token_logprobs(logits[rows], targets[rows])
-    found["batch"] = hpo.linear_token_logprobs(hidden, weight[mine], targets, batch=packed(), **over)
+    found["batch"] = with_gradients(
+        lambda h, w: hpo.linear_token_logprobs(h, w, targets, batch=packed(), **over), [hidden, weight[mine]], a, b
+    )
     found["hidden rows"] = hpo.linear_token_logprobs(hidden[rows], weight, targets[rows])
 
     from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
@@ -385,6 +387,17 @@ def test_the_reference_over_ranks(found, world):
 
 
 @WORLDS
+def test_a_batch_over_a_head_that_ranks_share(found, world):
+    hidden, weight, _, targets, a, b = head()
+    whole = with_gradients(
+        lambda h, w: hpo.linear_token_logprobs(h, w, targets, batch=packed()), [hidden, weight], a, b
+    )
+    ranks = [rank["batch"] for rank in found[world]]
+    for got in (*(rank[:3] for rank in ranks), [*ranks[0][:3], torch.cat([rank[3] for rank in ranks])]):
+        torch.testing.assert_close(got, whole[: len(got)], rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+@WORLDS
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_head_that_ranks_share(found, world, backend):
     hidden, weight, bias, targets, a, b = head()
@@ -392,9 +405,6 @@ def test_a_head_that_ranks_share(found, world, backend):
         lambda h, w, c: hpo.linear_token_logprobs(h, w, targets, 0.7, bias=c, softcap=4.0, backend=backend),
         [hidden, weight, bias], a, b,
     )  # fmt: skip
-    logp, entropy = hpo.linear_token_logprobs(hidden, weight, targets, batch=packed())
-    for rank in found[world]:
-        torch.testing.assert_close(rank["batch"], (logp, entropy), rtol=2e-6, atol=2e-6, equal_nan=True)
     ranks = [rank["linear", backend] for rank in found[world]]
     for rank in ranks:
         for got, true in zip(rank[:3], whole[:3], strict=True):

@@ -280,24 +280,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- the run
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer above 0, got {text}")
-    return number
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gate", choices=GATES, default="dapo", help="the ratio gate (default: dapo)")
     parser.add_argument("--entropy", choices=ENTROPIES, default="none", help="the entropy method (default: none)")
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--steps", type=positive, default=400, help="optimiser steps (default: 400)")
+    parser.add_argument("--steps", type=int, default=400, help="optimiser steps (default: 400)")
     parser.add_argument("--random-reward", action="store_true", help="the control: rewards that know nothing")
     parser.add_argument("--backend", help="a name from hpo_core.backends() (default: by device)")
     parser.add_argument("--warm-start", type=float, default=0.25, help="accuracy that ends it (default: 0.25)")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder (default: demo_output)")
     options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error(f"--steps: expected an integer above 0, got {options.steps}")
     try:
         resolve("gates", torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu"), options.backend)
     except (ValueError, RuntimeError) as error:

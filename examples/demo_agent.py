@@ -264,21 +264,18 @@ def report(summary: dict[str, dict[str, list[Any]]]) -> None:
 # -------------------------------------------------------------------------------------------------------------- the run
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer above 0, got {text}")
-    return number
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="(default: 0 1 2 3 4)")
-    parser.add_argument("--updates", type=positive, default=125, help="rollouts to learn from (default: 125)")
+    parser.add_argument("--updates", type=int, default=125, help="rollouts to learn from (default: 125)")
     parser.add_argument("--control", action="store_true", help="GRPO with discounted rewards, too")
-    parser.add_argument("--processes", type=positive, default=2, help="runs at a time (default: 2)")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder (default: demo_output)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name in ("updates", "processes"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: expected an integer above 0, got {getattr(options, name)}")
+    return options
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

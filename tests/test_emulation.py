@@ -205,7 +205,8 @@ UNORDERED = {
     "missing_second_grid_barrier": "reads what block",
     "missing_fence_before": "reads what block",
     "missing_fence_behind": "reads what block",
-    "fences_of_other_threads": "reads what block",
+    "fences_of_others_before": "reads what block",
+    "fences_of_others_behind": "reads what block",
     "read_only_of_written": "reads through the read-only path what this launch has written",
     "written_of_read_only": "writes what this launch reads through the read-only path (4 bytes), behind",
     "misaligned_vector": "a misaligned load of 8 bytes, at",
@@ -230,6 +231,7 @@ def test_an_unordered_access_is_found(monkeypatch, bug, order):
 def test_fences_around_a_ticket_are_enough(monkeypatch, order):
     monkeypatch.setenv("HPO_EMULATION_ORDER", order)
     assert run_bug("fences_around_a_ticket")[32] == 3
+    assert (run_bug("fences_of_the_ticket")[2:60:4] == 2).all()
 
 
 def test_an_unordered_ticket_is_found(monkeypatch):
@@ -314,7 +316,10 @@ def test_an_impossible_launch_is_refused(bug):
     assert str(caught.value) == f"emulated kernel nothing: invalid launch with {REFUSED[bug]}"
 
 
-ALONE = ["uninitialised_shared", "fences_around_a_ticket", "missing_barrier_before_a_ticket", "lost_update"]
+ALONE = [
+    "uninitialised_shared", "fences_around_a_ticket", "fences_of_the_ticket", "missing_barrier_before_a_ticket",
+    "lost_update",
+]  # fmt: skip
 
 
 def test_every_planted_bug_is_tested():

@@ -1,6 +1,5 @@
 """Every estimator against loops over dictionaries, its worked numbers, and what the families promise."""
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -18,7 +17,6 @@ from estimators import CASES, COMPOSED, PATHS, Given
 import hpo_core as hpo
 from hpo_core import advantages, gates, testing
 from hpo_core.advantages import Provenance, reconstructed
-from hpo_core.integrations import prompt_advantages
 from hpo_core.testing.budget import UNIT
 
 A, R = advantages, reconstructed
@@ -643,20 +641,6 @@ def test_every_estimator_says_where_it_comes_from():
             assert (">>> " in inspect.getdoc(function) and "Returns" in inspect.getdoc(function)) or name == "hiper", (
                 name
             )
-
-
-def test_trainers_after_verls_manner_have_every_estimator_that_needs_no_more():
-    accepted = set()
-    for name, function in functions(advantages).items():
-        with contextlib.suppress(ValueError):
-            prompt_advantages.check_prompt_estimator(function, "verl")
-            accepted.add(name)
-    assert accepted == {
-        *prompt_advantages.ESTIMATORS,
-        "m_grpo",
-    }  # called once for each kind of trajectory
-    page = " ".join((Path(__file__).parents[1] / "docs/verl.md").read_text().split())
-    assert f"`algorithm.adv_estimator=hpo_<name>`: {', '.join(prompt_advantages.ESTIMATORS)}. " in page
 
 
 def test_the_pages_say_the_same_and_what_was_run():

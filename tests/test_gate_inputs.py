@@ -365,11 +365,18 @@ def test_a_token_without_a_number_is_as_if_it_were_masked(broken, number):
     shared = {"share": 0.2, "advantage_level": "token"}
     one, other = (gates.clip_cov_mask(**given, batch=each, seed=3, low=0.0, **shared) for each in batches)
     assert torch.equal(one.token_mask, other.token_mask) and not one.token_mask.all()
-    older, everywhere = given.pop("old_logp").where(valid, math.nan), {"low": -99, "high": 99, **shared, "share": 1.0}
-    drawn = gates.clip_cov_mask(given["logp"], older, given["advantages"], batches[1], seed=3, **everywhere).token_mask
-    assert drawn[7]  # its loss is left out already
+    del given["old_logp"]
     one, other = (gates.kl_cov_mask(**given, batch=each, **shared) for each in batches)
     assert torch.equal(one.penalty_mask, other.penalty_mask)
+
+
+def test_a_token_without_an_old_log_probability_takes_no_draw():
+    """Its loss is left out already."""
+    logp, advantages = torch.randn(2, 40, generator=torch.Generator().manual_seed(0))
+    old_logp = logp.where(torch.arange(40) != 7, math.nan)
+    given = (logp, old_logp, advantages, hpo.PackedBatch.from_lengths([40]))
+    mask = gates.clip_cov_mask(*given, seed=3, share=1.0, low=-99, high=99, advantage_level="token").token_mask
+    assert mask.nonzero().tolist() == [[7]]
 
 
 @pytest.mark.parametrize(

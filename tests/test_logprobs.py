@@ -622,7 +622,7 @@ def test_a_row_without_an_upstream_gradient(backend):
 @native
 @types
 def test_an_upstream_gradient_that_is_nan_makes_a_row_nan(dtype, backend):
-    """Whatever its bits are: 0x7FFFFFFF is what arithmetic on a GPU gives, 0x7FC00000 what it gives elsewhere."""
+    """Its bits do not matter: arithmetic on a GPU gives 0x7FFFFFFF, elsewhere 0x7FC00000."""
     bits = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7FFF8000, 0x7F800001, 0x7F808000])
     nan = torch.cat((bits, bits - 2**31)).to(torch.int32).view(torch.float32)  # of both signs
     logits, targets = normal(10, 90).to(dtype), integers(90, 10)

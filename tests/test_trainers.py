@@ -1,6 +1,8 @@
 """The integrations of trainers as far as they run without them: on tensors as the trainer hands them over, against
 formulas of its own loss. `make test-trainers` runs those that install against the trainer itself."""
 
+import contextlib
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,6 +13,7 @@ from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integ
 
 import hpo_core as hpo
 from hpo_core import gates
+from hpo_core.integrations import prompt_advantages
 from hpo_core.integrations.micro_batch import check_gate, fractions, packed_rows, padded_rows
 from hpo_core.integrations.named import named_estimator, named_gate, named_window
 
@@ -67,6 +70,20 @@ def test_a_text_that_names_no_gate_is_refused(text, said):
 def test_an_estimator_takes_arguments_by_name():
     with pytest.raises(ValueError, match="by name"):
         named_estimator("grpo(1.0)")
+
+
+def test_verls_list_has_every_estimator_that_its_batches_suffice_for():
+    accepted = set()
+    for name in hpo.advantages.__all__:
+        function = getattr(hpo.advantages, name)
+        if hasattr(function, "provenance"):
+            with contextlib.suppress(ValueError):
+                prompt_advantages.check_prompt_estimator(function, "verl")
+                accepted.add(name)
+    # m_grpo is called once for each kind of trajectory.
+    assert accepted == {*prompt_advantages.ESTIMATORS, "m_grpo"}
+    page = " ".join((Path(__file__).parents[1] / "docs/verl.md").read_text().split())
+    assert f"`algorithm.adv_estimator=hpo_<name>`: {', '.join(prompt_advantages.ESTIMATORS)}. " in page
 
 
 # ------------------------------------------------------------------------------------------------------ rows and gates

@@ -331,7 +331,7 @@ void gradients_of_row(const typename Type::Element* from, int64_t columns, const
   });
 }
 
-// Any NaN as NAN: of the 0x7FFFFFFF that arithmetic on a GPU gives, rounding to bfloat16 would make -0.
+// NAN in the place of any NaN: rounding to bfloat16 would turn 0x7FFFFFFF, the NaN that arithmetic on a GPU gives, into -0.
 HPO_INLINE float with_plain_nan(float x) { return x == x ? x : NAN; }
 
 template <class Type>
@@ -355,7 +355,7 @@ void backward(const LogprobsBackwardArgs& args, int threads) {
     const int64_t column = target_column(given, row);
     const float logit = logit_of_target<Type>(from, column, floor);
     RowGradient gradient = gradient_of(exponent, upstream, logit);
-    for (float* part : {&gradient.constant, &gradient.slope, &gradient.target}) *part = with_plain_nan(*part);
+    gradient.constant = with_plain_nan(gradient.constant), gradient.target = with_plain_nan(gradient.target);
     const bool has_slope = upstream.entropy != 0.0f;
     if (has_slope) gradients_of_row<Type, true>(from, columns, floor, upstream.top, exponent, gradient, to);
     else gradients_of_row<Type, false>(from, columns, floor, upstream.top, exponent, gradient, to);

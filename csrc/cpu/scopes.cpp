@@ -34,7 +34,7 @@ struct Space {
     bytes = arena.bytes();
   }
 
-  // The slice of a place and of those before the next one; segments that overlap may have more keys than it holds.
+  // Where the keys of a place of the list begin. Segments that overlap may have more keys than there are tokens.
   int64_t start(int64_t place, int64_t tokens) const { return smaller(starts[place], tokens); }
 };
 
@@ -58,7 +58,7 @@ int64_t write_keys(const float* __restrict values, int64_t n, uint32_t* __restri
   return finite;
 }
 
-// Leaves the keys of a part at the begin of its slice of the keys of all tokens.
+// Writes the keys of a part, from the beginning of its slice of the keys of all tokens.
 void gather(const OrderStatisticsArgs& args, const Space& space, Part& part) {
   const int64_t start = space.start(part.first, args.tokens), room = space.start(part.end, args.tokens) - start;
   uint32_t* keys = space.keys + start;
@@ -207,7 +207,7 @@ void order_statistics(const OrderStatisticsArgs& args, int threads) {
       scan_scope(args, space, scope, &part, 1, 1);
     });
   }
-  // All threads share the only scope.
+  // All threads share the parts of the only scope.
   const int64_t segments = args.scopes == 1 ? first(1) - first(0) : 0, count = smaller(segments, kMostParts);
   for (int64_t p = 0; p < count; ++p) {
     space.parts[p] = {first(0) + segments * p / count, first(0) + segments * (p + 1) / count, 0, 0, 0, 0};

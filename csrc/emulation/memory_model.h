@@ -7,7 +7,7 @@
 // could return an old value on a GPU, and fails here. A word that is read through the read-only path must not be written in the
 // launch at all.
 //
-// Which atomic operations saw each other is not followed exactly: one of a block counts for all words of it.
+// What an atomic operation saw is not followed exactly: one on a word of another block sees what all blocks have released.
 #pragma once
 #include <algorithm>
 #include <cstdint>

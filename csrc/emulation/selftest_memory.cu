@@ -33,16 +33,25 @@ __global__ void missing_barrier_before_a_ticket(float* out) {
   if (last) out[threadIdx.x / 4 * 4 + 3] = out[threadIdx.x / 4 * 4] + out[threadIdx.x / 4 * 4 + 1];
 }
 
-__global__ void fences_of_other_threads(float* out) {
+// The last block reads what all threads have written: right with both fences in the thread that takes the ticket.
+template <bool BEFORE, bool BEHIND>
+__device__ __forceinline__ void read_in_the_last_block(float* out) {
   HPO_SHARED(bool, last, );
   out[4 * threadIdx.x % 64 + blockIdx.x] = 1.0f;
-  __threadfence();
+  if (!BEFORE) __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(reinterpret_cast<unsigned*>(out + 63), 1u) == gridDim.x - 1;
+  if (threadIdx.x == 0) {
+    if (BEFORE) __threadfence();
+    last = atomicAdd(reinterpret_cast<unsigned*>(out + 63), 1u) == gridDim.x - 1;
+    if (BEHIND) __threadfence();
+  }
   __syncthreads();
-  __threadfence();
-  if (last) out[threadIdx.x / 4 * 4 + 3] = out[threadIdx.x / 4 * 4] + out[threadIdx.x / 4 * 4 + 1];
+  if (!BEHIND) __threadfence();
+  if (last && threadIdx.x < 60) out[threadIdx.x / 4 * 4 + 2] = out[threadIdx.x / 4 * 4] + out[threadIdx.x / 4 * 4 + 1];
 }
+__global__ void fences_of_the_ticket(float* out) { read_in_the_last_block<true, true>(out); }
+__global__ void fences_of_others_before(float* out) { read_in_the_last_block<false, true>(out); }
+__global__ void fences_of_others_behind(float* out) { read_in_the_last_block<true, false>(out); }
 
 __global__ void read_only_of_written(float* out) {
   if (threadIdx.x == 0) out[0] = 1.0f;
@@ -85,7 +94,8 @@ const Plants& planted_in_memory() {
   static const Plants table{
       PLANT(fences_around_a_ticket, 3, 64),  PLANT(missing_fence_before, 3, 64),
       PLANT(missing_fence_behind, 3, 64),    PLANT(missing_barrier_before_a_ticket, 2, 64),
-      PLANT(fences_of_other_threads, 2, 64), PLANT(read_only_of_written, 1, 64),
+      PLANT(fences_of_the_ticket, 2, 64),    PLANT(fences_of_others_before, 2, 64),
+      PLANT(fences_of_others_behind, 2, 64), PLANT(read_only_of_written, 1, 64),
       PLANT(written_of_read_only, 1, 64),    PLANT(lost_update, 3, 32),
       PLANT(misaligned_vector, 1, 64),       PLANT(misaligned_read_only, 1, 64),
       PLANT(misaligned_store, 1, 64),        PLANT(misaligned_scalar, 1, 64),

@@ -27,7 +27,7 @@ from .window import EntropyWindow
 
 
 class ScopeStatistics(NamedTuple):
-    """The result of :func:`fit_scopes`: ``[K]``, an entry per unit it has seen, by scope; of one scope a single entry.
+    """The result of :func:`fit_scopes`: ``[K]`` in the order of scopes, one entry per unit, or one without ids.
 
     It pickles, and loads with ``weights_only=True``.
     """

@@ -46,6 +46,7 @@ from .groups import (
     sum_group,
 )
 from .launch import REGISTERS, kernel, launch
+from .math import LARGEST_DOUBLE
 
 LEAVE_ONE_OUT = tl.constexpr(int(Center.LEAVE_ONE_OUT))
 NONE, GROUP, BATCH, ABSOLUTE, OF_MEAN = (
@@ -55,8 +56,6 @@ ADD, SQRT, FLOOR = (tl.constexpr(int(mode)) for mode in (EpsMode.ADD, EpsMode.SQ
 MEAN = tl.constexpr(int(Part.MEAN))
 SPREAD, NONZERO = tl.constexpr(int(Presence.SPREAD)), tl.constexpr(int(Presence.NONZERO))
 SUM, COUNT, DEVIATION = (tl.constexpr(int(share)) for share in (Share.SUM, Share.COUNT, Share.DEVIATION))
-
-LARGEST_DOUBLE = tl.constexpr(torch.finfo(torch.float64).max)
 
 
 class Rule(NamedTuple):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from ..specs import Aggregate, LevelKind, Routing
 from .fixed_point import FIXED_POINT, from_fixed_below
 from .leaves import EXPONENT, FIELDS, FIXED, FLOW, VALID, add_to_segments, segment_of
-from .math import SATURATION, clamp, exp
+from .math import LARGEST_DOUBLE, SATURATION, clamp, exp
 from .sums import LARGEST
 from .terms import Term
 
@@ -28,8 +27,6 @@ LOG_MEAN_EXP = tl.constexpr(int(Aggregate.LOG_MEAN_EXP))
 KINDS = tl.constexpr(4)
 GATED_FIELDS = tl.constexpr(5)
 Z, MEAN, SLOPE, OWN, SIDE = (tl.constexpr(field) for field in range(5))
-
-LARGEST_DOUBLE = tl.constexpr(torch.finfo(torch.float64).max)
 
 
 class Shape(NamedTuple):

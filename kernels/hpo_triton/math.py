@@ -3,9 +3,12 @@ written out."""
 
 from __future__ import annotations
 
+import sys
+
 import triton
 import triton.language as tl
 
+LARGEST_DOUBLE = tl.constexpr(sys.float_info.max)
 # Every exponentiated log-ratio saturates here, so that |w A| <= 1e12 times e^60 stays finite in float.
 SATURATION = tl.constexpr(60.0)
 SCORE_SATURATION = tl.constexpr(2e37)

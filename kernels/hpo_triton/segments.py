@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,7 @@ from .groups import (
     sum_group,
 )
 from .launch import INTERPRETED, REGISTERS, kernel, launch
-from .math import clamp
+from .math import LARGEST_DOUBLE, clamp
 from .rows import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_tokens
 
 ROWS = 1024  # rows of one program
@@ -245,13 +243,11 @@ def group_statistics(
 # --------------------------------------------------------------------------------------------------------- recurrence
 
 
-LARGEST = tl.constexpr(sys.float_info.max)
-
-
 @triton.jit
 def _compose(gain, value, next_gain, next_value):
     """The map y -> gain y + value followed by the next map."""
-    return clamp(next_gain * gain, -LARGEST, LARGEST), next_gain * value + next_value  # 0 times the gain stays 0
+    composed = clamp(next_gain * gain, -LARGEST_DOUBLE, LARGEST_DOUBLE)  # 0 times it stays 0
+    return composed, next_gain * value + next_value
 
 
 @kernel

@@ -1,6 +1,7 @@
 """The ops in torch: autograd, transforms, compilation and operators; saved tensors, compilations and calls."""
 
 import functools
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -646,6 +647,14 @@ def test_corrections_of_rows_need_leaves_that_are_rows():
     )
     with pytest.raises(ValueError, match=r"leaf_begin: expected None beside corrections of rows, .* drop leaf_begin"):
         OPERATORS.policy_loss(*tensors, *ops.gates._numbers_of(spec), backend, False, False)
+
+
+def test_an_address_that_is_no_number_is_an_error():
+    class Broken:
+        data_ptr = staticmethod(lambda: "nowhere")
+
+    with pytest.raises(TypeError):
+        importlib.import_module("hpo_core._cpu").row_counts(0, 0, Broken(), None, None, 0)
 
 
 def test_opcheck_the_others():

@@ -217,6 +217,12 @@ def test_the_scan_of_a_row_does_not_depend_on_its_position(backend):
     assert torch.equal(ops.recurrence(values.to(device), gains.to(device), cu_seqlens, backend)[30:], alone)
 
 
+def test_more_rows_than_kernels_can_number_are_refused():
+    offsets = torch.empty(2**30 + 2, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"cu_seqlens: expected shape .* with S <= 2\^30, got \[1073741826\]; pass"):
+        torch.ops.hpo_core.row_counts(None, offsets, 4, "")
+
+
 def test_opcheck():
     values, ids, weights, mask = random_units(1, 12)
     torch.library.opcheck(torch.ops.hpo_core.group_statistics, (values, ids, weights, mask, ""))

@@ -29,7 +29,9 @@ T* pointer(Address address) {
 inline uintptr_t call_for_number(py::handle tensor, PyObject* method) {
   const py::object number = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(tensor.ptr(), method));
   if (!number) throw py::error_already_set();
-  return PyLong_AsUnsignedLongLong(number.ptr());
+  const uintptr_t value = PyLong_AsUnsignedLongLong(number.ptr());
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return value;
 }
 
 // Kernels take a null pointer for a tensor that is not given: one with elements and without memory never reaches them.

@@ -1,6 +1,8 @@
 // window_score. The definition is hpo_core/reference/entropy.py.
 #include "hpo/entropy.h"
 
+#include <utility>
+
 #include "entropy_scores.h"
 #include "kernels.h"
 #include "rows.h"
@@ -11,13 +13,6 @@ namespace hpo::HPO_ISA {
 namespace {
 
 constexpr int64_t kMostWorkers = 64;  // each has its own scratch; results do not depend on their number
-
-template <class T>
-inline void swap(T& a, T& b) {
-  const T was = a;
-  a = b;
-  b = was;
-}
 
 // Whole windows are folded (summed, or reduced to an extremum) by doubling: P_1 = values, P_2k[t] = P_k[t] + P_k[t + k], and
 // a window is the sum of the P_k of the binary digits of its width. No sum is ever subtracted from, and the order of the
@@ -71,18 +66,18 @@ void fold_windows(T*& part, T*& next, T*& window, int64_t width, int64_t length,
   int64_t done = 0;  // the part of the window that the digits so far cover
   for (int64_t span = 1;; span *= 2) {
     if (width & span) {
-      if (done == 0 && 2 * span > width) return swap(window, part);
+      if (done == 0 && 2 * span > width) return std::swap(window, part);
       if (done == 0) {
         for (int64_t j = 0; j < length; ++j) window[j] = part[j];
       } else {
         add_further(window, part, done, length, next, fold);
-        swap(window, next);
+        std::swap(window, next);
       }
       done += span;
     }
     if (2 * span > width) return;
     add_further(part, part, span, length, next, fold);
-    swap(part, next);
+    std::swap(part, next);
   }
 }
 
@@ -175,19 +170,19 @@ void score_cut_windows(const WindowArgs& args, const Rows& rows, const WindowRul
   });
 }
 
-using FinishLoop = void (*)(const WindowRule&, const WindowScratch&, const float* values, float* score, int n);
+using FinishLoop = void (*)(const WindowRule&, const WindowScratch&, const float* values, float* score, int64_t n);
 
 // Scores from whole windows. Template parameters keep branches out of the loop.
 template <Boundary kBoundary, Invalid kInvalid, bool kAllUsable>
 void finish_scores(const WindowRule& any_rule, const WindowScratch& scratch, const float* __restrict values,
-                   float* __restrict score, int n) {
+                   float* __restrict score, int64_t n) {
   WindowRule rule = any_rule;
   rule.boundary = kBoundary;
   rule.invalid = kInvalid;
   const float* __restrict folded = scratch.window_folded;
   const int32_t* __restrict usable = scratch.window_usable, * __restrict state = scratch.state;
   const int32_t width = int32_t(smaller(rule.width, INT32_MAX));
-  for (int i = 0; i < n; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     const float score_of_window = window_score_of(folded[i], kAllUsable ? width : usable[i], width, true, rule);
     const float of_window = state[i] == kWhole ? score_of_window : -INFINITY;
     const float of_token = is_finite(values[i]) ? of_window : NAN;
@@ -208,7 +203,7 @@ template <class Fold>
 void score_block(const WindowArgs& args, const Rows& rows, const WindowRule& rule, const Windows& windows, int64_t block,
                  WindowScratch scratch, Fold fold) {
   const int64_t begin = block * windows.block, end = smaller(begin + windows.block, args.tokens);
-  const int n = int(end - begin);
+  const int64_t n = end - begin;
   bool all_usable = true;
   if (rule.first == 0 && rule.last == 0) {
     return score_tokens(args.values, args.mask, rows, begin, end, args.score + begin);

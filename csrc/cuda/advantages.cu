@@ -40,7 +40,7 @@ __device__ __forceinline__ void write_statistics(const GroupStatisticsArgs& args
 
 // ------------------------------------------------------------------------------------------------------------ few units
 
-// At most one block runs on a multiprocessor, so registers are free.
+// A large GPU puts one or two of the at most 128 blocks on each multiprocessor, so registers up to those of two cost nothing.
 __global__ void __launch_bounds__(kThreads, 2) normalise_few(const GroupNormaliseArgs args) {
   HPO_SHARED(GroupMap, maps, [kBlockUnits]);
   const int unit = int(blockIdx.x) * kBlockUnits + int(threadIdx.x);

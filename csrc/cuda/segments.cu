@@ -125,9 +125,9 @@ __global__ void __launch_bounds__(kThreads) find_spans(const RowSpansArgs args) 
       if (found) begin = __shfl_sync(kFullWarp, first, __ffs(int(found)) - 1);
     }
     if (begin < range.end) {
-      from = aligned + (range.end - range.begin + lead - 1) / step * step;
-      for (unsigned found = 0; !found; from -= step) {
-        const int64_t last = ends_of_sixteen(args.mask, range.begin, range.end, from).last;
+      int tile = int((range.end - range.begin + lead - 1) / step);
+      for (unsigned found = 0; !found && tile >= 0; --tile) {  // a mask that changes in between ends it, too
+        const int64_t last = ends_of_sixteen(args.mask, range.begin, range.end, aligned + tile * step).last;
         found = __ballot_sync(kFullWarp, last >= 0);
         if (found) end = __shfl_sync(kFullWarp, last, 31 - __clz(int(found))) + 1;
       }

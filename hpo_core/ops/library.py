@@ -146,11 +146,17 @@ def check_operand(
         check_device(name, tensor, like[1].device, like[0])
 
 
+MOST_ROWS = 2**30  # CUDA numbers rows and tiles in 32 bits, and a loop over them may step over the last
+
+
 def check_offsets(name: str, offsets: torch.Tensor | None, like: tuple[str, torch.Tensor]) -> None:
     """Check the kind of the offsets of rows; kernels check or clamp their values."""
     if offsets is not None:
         check(
-            offsets.dim() == 1 and offsets.numel() > 0, "{}: expected shape [S + 1], got {}", name, list(offsets.shape)
+            offsets.dim() == 1 and 0 < offsets.numel() <= MOST_ROWS + 1,
+            "{}: expected shape [S + 1] with S <= 2^30, got {}; pass more rows in several calls",
+            name,
+            list(offsets.shape),
         )
         check_operand(name, offsets, offsets.shape, (torch.int64,), like)
 

@@ -72,6 +72,7 @@ def test_every_constructor_is_tested_and_needs_no_argument():
             assert gate.source
             assert pickle.loads(pickle.dumps(gate)) == gate
             assert hash(gate) == hash(constructor())
+            assert gate.provenance in Provenance
             assert (gate.provenance is Provenance.RECONSTRUCTED) == hasattr(gates.reconstructed, name)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..arguments import examines
 from ..checks import check
-from ..specs import Action, Head, Reduction, Statistic, Unit
+from ..specs import Action, Head, Provenance, Reduction, Statistic, Unit
 from .parts import Channel, Clip, Correction
 from .ratio_gate import RatioGate
 from .token_level import ppo_clip, triplet_clip
@@ -208,7 +208,15 @@ def _dppo(name: str, statistic: Statistic, low: float, high: float, cap: float, 
     check(cap >= 1, "ratio_cap: expected an absolute ratio >= 1, got {}", cap)
     mask = Correction(Action.MASK, (-math.inf, -low), (high, math.inf), channel=channel, statistic=statistic)
     clip = Clip(high=(float(cap), float(cap)))
-    return RatioGate(name, clip, head=Head.SCORE, channel=channel, corrections=(mask,), source="arXiv 2602.04879")
+    return RatioGate(
+        name,
+        clip,
+        head=Head.SCORE,
+        channel=channel,
+        corrections=(mask,),
+        source="arXiv 2602.04879",
+        provenance=Provenance.VERIFIED,
+    )
 
 
 def _truncated(cap: float | None, unit: Unit | None = None, reduction: Reduction = Reduction.SUM) -> Correction:

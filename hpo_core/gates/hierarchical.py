@@ -61,6 +61,7 @@ def fiberpo(
         (Level(Rollback(log_budgets, slope)),),
         split=True,
         source="arXiv 2604.03044",
+        provenance=Provenance.VERIFIED,
     )
 
 

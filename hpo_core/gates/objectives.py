@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..arguments import examines
 from ..checks import check
-from ..specs import Head, Penalty
+from ..specs import Head, Penalty, Provenance
 from .parts import Drop, Identity
 from .ratio_gate import RatioGate
 
@@ -25,7 +25,12 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> RatioGate:
     (1.0, 1.05)
     """
     return RatioGate(
-        "sapo", Identity(), head=Head.SIGMOID, head_numbers=(positive, negative), source="arXiv 2511.20347"
+        "sapo",
+        Identity(),
+        head=Head.SIGMOID,
+        head_numbers=(positive, negative),
+        source="arXiv 2511.20347",
+        provenance=Provenance.VERIFIED,
     )
 
 
@@ -38,7 +43,14 @@ def spo(eps: float = 0.2) -> RatioGate:
     >>> spo().head_numbers
     (0.2, 0.2)
     """
-    return RatioGate("spo", Identity(), head=Head.SIMPLE, head_numbers=(eps, eps), source="arXiv 2401.16025")
+    return RatioGate(
+        "spo",
+        Identity(),
+        head=Head.SIMPLE,
+        head_numbers=(eps, eps),
+        source="arXiv 2401.16025",
+        provenance=Provenance.VERIFIED,
+    )
 
 
 def bpo() -> RatioGate:
@@ -51,7 +63,9 @@ def bpo() -> RatioGate:
     True
     """
     needs = (("target", "gates.bpo_target(advantages)"),)
-    return RatioGate("bpo", Identity(), head=Head.TARGET, needs=needs, source="arXiv 2604.18578")
+    return RatioGate(
+        "bpo", Identity(), head=Head.TARGET, needs=needs, source="arXiv 2604.18578", provenance=Provenance.VERIFIED
+    )
 
 
 def gbpo() -> RatioGate:
@@ -65,7 +79,9 @@ def gbpo() -> RatioGate:
     True
     """
     needs = (("target", "gates.gbpo_target(rewards, group_ids)"),)
-    return RatioGate("gbpo", Identity(), head=Head.TARGET, needs=needs, source="arXiv 2604.18578")
+    return RatioGate(
+        "gbpo", Identity(), head=Head.TARGET, needs=needs, source="arXiv 2604.18578", provenance=Provenance.VERIFIED
+    )
 
 
 @examines
@@ -88,7 +104,14 @@ def nft(floor: float = 1.0) -> RatioGate:
     >>> nft().first_order.name
     'SCALED'
     """
-    return RatioGate("nft", Identity(), head=Head.NEGATIVE_AWARE, head_numbers=(0.0, floor), source="arXiv 2505.18116")
+    return RatioGate(
+        "nft",
+        Identity(),
+        head=Head.NEGATIVE_AWARE,
+        head_numbers=(0.0, floor),
+        source="arXiv 2505.18116",
+        provenance=Provenance.VERIFIED,
+    )
 
 
 @examines
@@ -125,7 +148,14 @@ def opmd(tau: float = 1.0) -> RatioGate:
     """
     check(tau >= 0, "tau: expected a number >= 0, got {}", tau)
     factor = 1.0 / (1.0 + tau)
-    return RatioGate("opmd", Drop(), head=Head.SCORE, advantage_weights=(factor, factor), source="Trinity-RFT")
+    return RatioGate(
+        "opmd",
+        Drop(),
+        head=Head.SCORE,
+        advantage_weights=(factor, factor),
+        source="Trinity-RFT",
+        provenance=Provenance.VERIFIED,
+    )
 
 
 @examines
@@ -139,7 +169,14 @@ def ppo_penalty(beta: float = 0.1, penalty: Penalty = Penalty.K3) -> RatioGate:
     >>> ppo_penalty().penalty.name
     'K3'
     """
-    return RatioGate("ppo_penalty", Identity(), penalty=penalty, penalty_coefficient=beta, source="arXiv 1707.06347")
+    return RatioGate(
+        "ppo_penalty",
+        Identity(),
+        penalty=penalty,
+        penalty_coefficient=beta,
+        source="arXiv 1707.06347",
+        provenance=Provenance.VERIFIED,
+    )
 
 
 @examines
@@ -159,6 +196,7 @@ def kl_cov(coefficient: float = 1.0) -> RatioGate:
         penalty_coefficient=coefficient,
         needs=(("penalty_mask", "gates.kl_cov_mask(logp, advantages, batch)"),),
         source="arXiv 2505.22617",
+        provenance=Provenance.VERIFIED,
     )
 
 
@@ -170,8 +208,10 @@ def m2po() -> RatioGate:
     False
     """
     needs = (("token_mask", "gates.m2po_mask(logp, old_logp, batch)"),)
-    return RatioGate("m2po", Identity(), needs=needs, source="AReaL")
+    return RatioGate("m2po", Identity(), needs=needs, source="AReaL", provenance=Provenance.VERIFIED)
 
 
 def _quadratic(name: str, beta: float, source: str) -> RatioGate:
-    return RatioGate(name, Identity(), head=Head.LOG, head_numbers=(beta, beta), source=source)
+    return RatioGate(
+        name, Identity(), head=Head.LOG, head_numbers=(beta, beta), source=source, provenance=Provenance.VERIFIED
+    )

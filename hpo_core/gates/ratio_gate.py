@@ -119,7 +119,7 @@ class RatioGate(Short):
         penalty, penalty_coefficient: on x, whatever the gates do: added to the loss of every valid token.
         needs: the inputs without which the gate is another method: pairs of a field of :class:`GateInputs` and the call
             that makes it. With those that the head needs they are ``required``, a mapping.
-        source, provenance: where the formula comes from.
+        source, provenance: the origin of a published gate; None: of no source.
     """
 
     name: str
@@ -136,7 +136,7 @@ class RatioGate(Short):
     penalty_coefficient: float = 0.0
     needs: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     source: str = field(default="", repr=False)
-    provenance: Provenance = field(default=Provenance.VERIFIED, repr=False)
+    provenance: Provenance | None = field(default=None, repr=False)
     # Made once: every loss call asks for them.
     _spec: PolicyLossSpec = field(init=False, repr=False, compare=False)
     _facts: tuple[bool, bool, bool] = field(init=False, repr=False, compare=False)

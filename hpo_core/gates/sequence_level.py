@@ -6,7 +6,7 @@ import math
 
 from ..arguments import examines
 from ..checks import check
-from ..specs import Action, Aggregate, Head, Routing
+from ..specs import Action, Aggregate, Head, Provenance, Routing
 from .parts import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip
 from .ratio_gate import RatioGate
 from .token_level import _pessimistic, check_epsilons
@@ -29,7 +29,13 @@ def gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     >>> gspo().first_order.name
     'SEGMENT_MEAN'
     """
-    return RatioGate("gspo", Drop(), (Level(_pessimistic(eps_low, eps_high)),), source="arXiv 2507.18071")
+    return RatioGate(
+        "gspo",
+        Drop(),
+        (Level(_pessimistic(eps_low, eps_high)),),
+        source="arXiv 2507.18071",
+        provenance=Provenance.VERIFIED,
+    )
 
 
 @examines
@@ -40,7 +46,7 @@ def gspo_token(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     advantages.
     """
     level = Level(_pessimistic(eps_low, eps_high), Routing.SELF)
-    return RatioGate("gspo_token", Drop(), (level,), source="arXiv 2507.18071")
+    return RatioGate("gspo_token", Drop(), (level,), source="arXiv 2507.18071", provenance=Provenance.VERIFIED)
 
 
 @examines
@@ -66,7 +72,13 @@ def luspo(eps_low: float = 2e-3, eps_high: float = 2.5e-3) -> RatioGate:
     >>> logp.grad
     tensor([-0.5000, -0.5000, -0.5000, -0.5000])
     """
-    return RatioGate("luspo", Drop(), (Level(_pessimistic(eps_low, eps_high)),), source="arXiv 2602.05261")
+    return RatioGate(
+        "luspo",
+        Drop(),
+        (Level(_pessimistic(eps_low, eps_high)),),
+        source="arXiv 2602.05261",
+        provenance=Provenance.VERIFIED,
+    )
 
 
 @examines
@@ -91,7 +103,9 @@ def gmpo(log_low: float = 0.4, log_high: float = 0.4) -> RatioGate:
     for name, bound in (("log_low", log_low), ("log_high", log_high)):
         check(bound >= 0, "{}: expected a log-ratio >= 0, got {}", name, bound)
     pre = LogClip((-math.inf, -log_low), (log_high, math.inf))
-    return RatioGate("gmpo", Drop(), (Level(Identity()),), pre=pre, source="arXiv 2507.20673")
+    return RatioGate(
+        "gmpo", Drop(), (Level(Identity()),), pre=pre, source="arXiv 2507.20673", provenance=Provenance.VERIFIED
+    )
 
 
 @examines
@@ -111,7 +125,7 @@ def topr(aggregate: Aggregate = Aggregate.SUM) -> RatioGate:
     'SCORE'
     """
     level = Level(LogClip((0.0, -math.inf), (0.0, 0.0)), aggregate=aggregate)
-    return RatioGate("topr", Drop(), (level,), Head.SCORE, source="arXiv 2503.14286")
+    return RatioGate("topr", Drop(), (level,), Head.SCORE, source="arXiv 2503.14286", provenance=Provenance.VERIFIED)
 
 
 @examines
@@ -128,7 +142,7 @@ def vespo(k: tuple[float, float] = (2.0, 3.0), lam: tuple[float, float] = (3.0, 
     'EXACT'
     """
     level = Level(Gamma(k, lam), aggregate=Aggregate.SUM)
-    return RatioGate("vespo", Drop(), (level,), Head.SCORE, source="arXiv 2602.10693")
+    return RatioGate("vespo", Drop(), (level,), Head.SCORE, source="arXiv 2602.10693", provenance=Provenance.VERIFIED)
 
 
 @examines
@@ -148,7 +162,15 @@ def a_lol(eps: float = 0.9) -> RatioGate:
     check(0 <= eps <= 1, "eps: expected an epsilon in [0, 1], got {}", eps)
     low, high = 1.0 - eps, 1.0 + eps
     level = Level(Clip((low, low), (high, high)), aggregate=Aggregate.SUM)
-    return RatioGate("a_lol", Drop(), (level,), Head.SCORE, advantage_weights=(1.0, 0.0), source="arXiv 2305.14718")
+    return RatioGate(
+        "a_lol",
+        Drop(),
+        (level,),
+        Head.SCORE,
+        advantage_weights=(1.0, 0.0),
+        source="arXiv 2305.14718",
+        provenance=Provenance.VERIFIED,
+    )
 
 
 @examines
@@ -171,7 +193,9 @@ def rec(eps_low: float = 0.2, eps_high: float = 0.2, one_sided: bool = True, imp
     lows, highs = ((-math.inf, below), (above, math.inf)) if one_sided else ((below, below), (above, above))
     mask = Correction(Action.MASK, lows, highs, channel=Channel.STALENESS)
     token = Identity() if importance else Drop()
-    return RatioGate("rec", token, head=Head.SCORE, corrections=(mask,), source="Trinity-RFT")
+    return RatioGate(
+        "rec", token, head=Head.SCORE, corrections=(mask,), source="Trinity-RFT", provenance=Provenance.VERIFIED
+    )
 
 
 @examines
@@ -187,4 +211,6 @@ def rec_ring(importance: bool = False) -> RatioGate:
     """
     token = Identity() if importance else Drop()
     needs = (("token_mask", "gates.rec_ring_mask(logp, old_logp, advantages, batch)"),)
-    return RatioGate("rec_ring", token, head=Head.SCORE, needs=needs, source="Trinity-RFT")
+    return RatioGate(
+        "rec_ring", token, head=Head.SCORE, needs=needs, source="Trinity-RFT", provenance=Provenance.VERIFIED
+    )

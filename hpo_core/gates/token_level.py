@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..arguments import examines
 from ..checks import check
-from ..specs import Head
+from ..specs import Head, Provenance
 from .parts import Clip, Drop, Pair
 from .ratio_gate import RatioGate
 
@@ -21,7 +21,9 @@ def reinforce() -> RatioGate:
     >>> reinforce().first_order.name
     'EXACT'
     """
-    return RatioGate("reinforce", Drop(), head=Head.SCORE, source="Williams 1992; arXiv 2504.02546")
+    return RatioGate(
+        "reinforce", Drop(), head=Head.SCORE, source="Williams 1992; arXiv 2504.02546", provenance=Provenance.VERIFIED
+    )
 
 
 @examines
@@ -43,7 +45,9 @@ def ppo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
     """
     check(ratio_dual is None or ratio_dual > 1, "ratio_dual: expected a ratio c > 1 or None, got {}", ratio_dual)
     clip = _pessimistic(eps_low, eps_high, math.inf if ratio_dual is None else ratio_dual)
-    return RatioGate("ppo_clip", clip, source="arXiv 1707.06347; dual clip arXiv 1912.09729")
+    return RatioGate(
+        "ppo_clip", clip, source="arXiv 1707.06347; dual clip arXiv 1912.09729", provenance=Provenance.VERIFIED
+    )
 
 
 @examines
@@ -73,7 +77,12 @@ def triplet_clip(eps_low: float = 0.2, ratio_dual: float = 3.0, eps_high: float 
     (1.28, 3.0)
     """
     check(ratio_dual >= 1, "ratio_dual: expected an absolute ratio >= 1, got {}", ratio_dual)
-    return RatioGate("triplet_clip", _pessimistic(eps_low, eps_high, ratio_dual), source="arXiv 2509.18883")
+    return RatioGate(
+        "triplet_clip",
+        _pessimistic(eps_low, eps_high, ratio_dual),
+        source="arXiv 2509.18883",
+        provenance=Provenance.VERIFIED,
+    )
 
 
 @examines
@@ -109,7 +118,7 @@ def ce_gppo(
         weight_low=(1.0, float(low_weight)),
         weight_high=(float(high_weight), 1.0),
     )
-    return RatioGate("ce_gppo", clip, source="arXiv 2509.20712")
+    return RatioGate("ce_gppo", clip, source="arXiv 2509.20712", provenance=Provenance.VERIFIED)
 
 
 @examines
@@ -132,7 +141,9 @@ def aspo(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float = 3.0) -
     clip = _pessimistic(eps_low, eps_high)
     check(ratio_dual >= 1, "ratio_dual: expected a factor >= 1, got {}; below 1 it would act on-policy", ratio_dual)
     numbers = (float(ratio_dual), float(ratio_dual))
-    return RatioGate("aspo", clip, head=Head.FLIPPED, head_numbers=numbers, source="arXiv 2510.06062")
+    return RatioGate(
+        "aspo", clip, head=Head.FLIPPED, head_numbers=numbers, source="arXiv 2510.06062", provenance=Provenance.VERIFIED
+    )
 
 
 @examines
@@ -236,7 +247,7 @@ def cispo(ratio_cap: float = 5.0, ratio_low: float = 0.0, *, unified: bool = Fal
         weight_low=(1.0, 0.0) if unified else kept,
         weight_high=(0.0, 1.0) if unified else kept,
     )
-    return RatioGate("cispo", clip, head=Head.SCORE, source="arXiv 2506.13585")
+    return RatioGate("cispo", clip, head=Head.SCORE, source="arXiv 2506.13585", provenance=Provenance.VERIFIED)
 
 
 def _pessimistic(eps_low: float, eps_high: float, ratio_dual: float = math.inf) -> Clip:

@@ -25,7 +25,7 @@ _GRADIENTS = {
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """``beta * k(s)`` added to the loss of every valid token, without effect of token masks, windows and weights."""
+    """``beta * k(s)`` added to the loss of every valid token, whatever token masks, token weights and windows are."""
 
     estimator: KLEstimator
     beta: float

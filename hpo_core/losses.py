@@ -73,6 +73,7 @@ def policy_loss(
 ) -> PolicyLoss:
     """The policy loss of a packed (or padded) batch under a ratio gate: ``loss = sum_t m_t w[s(t)] loss_t``.
 
+    m_t is 1 for valid tokens, else 0, and w[s(t)] the entry of ``weights`` for the row of token t.
     ``loss_t = -M_t W_t A_t Phi(z_t) + beta k(logp_t - ref_logp_t)``: z is the gated log-ratio, Phi the gate's head, M
     the selection (``token_mask`` and the window), W ``token_weight``, and the penalty is not masked by M. Everything
     but ``logp`` is a constant of the differentiation; the backward returns dL/dlogp times the incoming gradient, and

@@ -145,7 +145,9 @@ def seq_mean_token_sum(
     ranks: float | None = None,
     selected: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean over rows of the sum over their tokens, ``w_s = 1 / S`` (LUSPO, arXiv 2602.05261). ``total``: S, as above.
+    """Mean over rows of the sum over their tokens, ``w_s = 1 / S`` (LUSPO, arXiv 2602.05261).
+
+    ``total``: S, as in :func:`seq_mean_token_mean`.
 
     >>> seq_mean_token_sum(PackedBatch.from_lengths([4, 1]))
     tensor([0.5000, 0.5000])
@@ -189,7 +191,8 @@ def prompt_mean(
     ranks: float | None = None,
     selected: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean over prompt groups of the mean over all their tokens, ``w_s = 1 / (G sum of n over the group)`` (ScaleRL).
+    """Mean over prompt groups of the mean over all their tokens, ``w_s = 1 / (G sum of n over the group)`` (ScaleRL,
+    arXiv 2510.13786).
 
     Needs ``batch.group_ids``; a row with a negative id is a group by itself. ``total``: G. Default: the groups with at
     least one valid token. The rows of a group must be in one batch; with groups cut over micro-batches compute the

@@ -148,7 +148,8 @@ def policy_loss_and_grad(
     gate: RatioGate | None = None,
     **options: Unpack[PolicyLossOptions],
 ) -> PolicyLossAndGrad:
-    """:func:`policy_loss` without autograd: loss, metrics and dL/dlogp (in the shape of logp) from one call.
+    """:func:`policy_loss`, with the same arguments, without autograd: loss, metrics and dL/dlogp (in the shape of logp)
+    from one call.
 
     >>> import hpo_core as hpo
     >>> out = hpo.policy_loss_and_grad(torch.zeros(2), None, torch.ones(1), hpo.PackedBatch.from_lengths([2]))

@@ -281,8 +281,9 @@ def hbpo(
     ``A = (R - mean_q) / (std_q + eps) + (mean_{q,b} - f2(b))``, ddof 1.
 
     Args:
-        lengths: n ``[S]`` floating point. budgets: b ``[S]`` floating point. A response without a finite length and
-            budget has no reward: it is in no statistic and gets 0, whether or not it is correct.
+        lengths: n ``[S]`` floating point.
+        budgets: b ``[S]`` floating point. A response without a finite length and budget has no reward: it is in no
+            statistic and gets 0, whether or not it is correct.
         is_correct: ``[S]`` bool.
         longest, beta, alpha: L, and the constants of the paper.
         compat: the ``"code"`` takes R = min(f1, f2), adds the part inside a budget twice, and has pi = 3.1416.

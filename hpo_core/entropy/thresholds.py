@@ -110,7 +110,8 @@ def hicra_tokens(
     ``[T]`` bool, for :func:`hpo_core.advantages.hicra` (arXiv 2509.03646).
 
     Args:
-        entropy: ``[T]`` in nats. advantages: ``[S]``.
+        entropy: ``[T]`` in nats.
+        advantages: ``[S]``.
         ratio: 0.3.
         process_group: groups span these ranks, and the call synchronises.
 
@@ -212,7 +213,8 @@ def d3s_schedule(
     gives no numbers.
 
     Args:
-        progress: in [0, 1]. first, last: each a count of responses and a ratio of tokens.
+        progress: in [0, 1].
+        first, last: each a count of responses and a ratio of tokens.
 
     >>> d3s_schedule(0.25, (4, "0.1"), (8, "0.5"))
     (5, Fraction(1, 5))

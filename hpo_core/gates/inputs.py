@@ -309,7 +309,8 @@ def gbpo_target(
     the group.
 
     Args:
-        scores: ``[S]``. group_ids: ``[S]`` integers; a negative one means none: a group of one. None: one group.
+        scores: ``[S]``.
+        group_ids: ``[S]`` integers; a negative one means none: a group of one. None: one group.
         eps_low, eps_high, temperature: 0.2, 0.2 and 1, the code's. A group of one has median 0 and std 1, as there.
 
     >>> gbpo_target(torch.tensor([0.0, 1.0, 2.0])).target

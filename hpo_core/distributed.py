@@ -37,7 +37,7 @@ def spanned(group: Group) -> Iterator[None]:
 
 
 def ranks() -> Group | None:
-    """Over which ranks groups span at the moment; in what is compiled none, see :func:`spanned`."""
+    """The process group whose ranks groups span at the moment, see :func:`spanned`; None in compiled code."""
     return None if torch.compiler.is_compiling() else _GROUP.get()
 
 

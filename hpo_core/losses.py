@@ -202,8 +202,8 @@ def hierarchical_policy_loss(
             rewards and, by name, those of ``group_ids``, ``batch``, ``backend`` and, at the level of steps,
             ``trajectory_ids`` that it takes; the ids are then ``[N]``. What else it needs, such as ``anchor_ids``,
             comes with the partial; ``partial(grpo, group_ids=None)`` says that the whole batch is one group, as equal
-            ids do. It says of itself what ``advantage_level`` is by default; of functions that say nothing it is
-            ``"row"``.
+            ids do. ``advantage_level`` is by default the level that :func:`~hpo_core.advantages.estimator` marks it
+            with, and ``"row"`` without a mark.
         gate: as in :func:`policy_loss`.
         options: the keywords of :func:`policy_loss`. ``threshold``: what ``window.fit`` returned for the whole
             optimiser step; here by default fitted on this batch, which must be that step: with ``process_group`` on the

@@ -48,7 +48,7 @@ def exchange_of(
     asked, reason = "report", "'levels' is made of what segments add up of their tokens"
     if process_group is not None or aggregates is not None:
         asked = "aggregates" if process_group is None else "process_group"
-        reason = "which of them lie elsewhere, too, no process knows"
+        reason = "no process knows which of them others hold, too"
     for level in spec.levels:
         check(
             level.aggregate is not Aggregate.BALANCED,

@@ -322,7 +322,7 @@ def whiten(
     """Advantages of units centred and scaled over the batch, ddof 1: ``(A - mean) / (std + eps)``. Returns ``[S]``
     float32.
 
-    With ``lengths`` ``[S]`` statistics are those of the tokens, of which a unit has as many:
+    With ``lengths`` ``[S]``, the tokens of each unit, statistics count a unit once for each of its tokens:
     ``(A - mean) / sqrt(var + eps)``. That is what trainers do to token advantages (verl's ``masked_whiten``, but for
     its 1e-8 beside counts): what is constant on a unit needs no ``[T]``.
 

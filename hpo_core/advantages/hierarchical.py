@@ -2,9 +2,9 @@
 
 Common arguments of estimators of steps, all ``[N]``:
     step_rewards: floating point, the immediate reward of each step.
-    group_ids: the prompt of each step; of these two a negative id means none.
-    trajectory_ids: the trajectory of each step. A step of no prompt is in no trajectory, nor the other way round: it is
-        as if it were not there.
+    group_ids: the prompt of each step; negative: none.
+    trajectory_ids: the trajectory of each step; negative: none. A step without a prompt or a trajectory is as if it
+        were not there.
     anchor_ids: the observation a step starts from, as an integer (of texts: :func:`hpo_core.segments.ids_of`): steps of
         one prompt with equal anchors are compared with each other; negative: with none.
     positions: the order of steps inside their trajectory. Default: that in which they stand here.

@@ -43,8 +43,8 @@ def archer(
         kl_reasoning: the factor on the penalty of tokens that reason, 0; that of the others is 1.
         compat: "code": *above* the quantile, so that a token equal to it, as in a response of one token, is knowledge.
 
-    Traps: per response, for with a batch's threshold few tokens of confident responses would reason. The code averages
-    the penalty of each class over its own tokens.
+    Traps: per response, because with a batch's threshold few tokens of confident responses would reason. The code
+    averages the penalty of each class over its own tokens.
 
     >>> entropy = torch.tensor([0.05, 0.1, 1.2, 0.9, 0.8])
     >>> archer(entropy, PackedBatch.from_lengths([5])).bounds[1]

@@ -277,7 +277,7 @@ _OF_ANNOTATION: dict[str, Callable[[str, Any], Any]] = {
     "Sequence[torch.Tensor]": _examined_sequence,
     "Sequence[Term]": _examined_sequence,
     "Total": _examined_parts,
-    "Group": _examined_group,
+    "ProcessGroup | None": _examined_group,
     "torch.distributed.ProcessGroup | None": _examined_group,
     "torch.Tensor | Sequence[int]": _examined_integers,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.distributed import ProcessGroup
 
 from . import ops
 from .arguments import examines
@@ -16,7 +17,7 @@ from .ops.linear_logprobs import LinearRows
 from .reference.linear_logprobs import linear_token_logprobs as definition
 from .specs import LogitRows
 from .support import LOGITS, checked_temperature
-from .vocabulary_parallel import Group, Sizes, all_rows, check_shards, recognises_shards, shards
+from .vocabulary_parallel import Sizes, all_rows, check_shards, recognises_shards, shards
 
 # Rows and columns of a block of logits by device: 16 MiB on the CPU, where the last-level cache holds the block and its
 # products lose a few percent; 128 MiB on a GPU, which keep a large one busy.
@@ -38,7 +39,7 @@ def linear_token_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     block: tuple[int, int] | None = None,
-    process_group: Group | None = None,
+    process_group: ProcessGroup | None = None,
     vocabulary_sizes: Sizes = None,
     backend: str | None = None,
 ) -> TokenLogprobs:

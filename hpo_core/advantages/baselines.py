@@ -85,8 +85,8 @@ class BetaTracker(NamedTuple):
         check(half_life > 0, "half_life: expected a number above 0, got {}", half_life)
         for name, memory in (("least_memory", least_memory), ("most_memory", most_memory)):
             check(0 <= memory <= 1, "{}: expected a number in [0, 1], got {}", name, memory)
-        ordered = least_memory <= most_memory
-        check(ordered, "least_memory: expected at most {} (most_memory), got {}", most_memory, least_memory)
+        is_ordered = least_memory <= most_memory
+        check(is_ordered, "least_memory: expected at most {} (most_memory), got {}", most_memory, least_memory)
         places = _places(prompts, self.alpha, torch.isfinite(rewards) & ~torch.isnan(divergence))
         kept = torch.exp2(-divergence.float() / half_life).clamp(least_memory, most_memory)
         old_alpha, old_beta, rewards = (x.float() for x in (self.alpha, self.beta, rewards))

@@ -209,8 +209,8 @@ def maxrl(
     """
     check(least_mean is None or not root, "least_mean: the one-sided form (root=True) knows none; drop one of them")
     scale = Scale.ROOT_MEAN if root else Scale.MEAN
-    is_mean = least_mean is None or 0 <= least_mean < math.inf
-    check(is_mean, "least_mean: expected a finite number >= 0 or None, got {}", least_mean)
+    in_range = least_mean is None or 0 <= least_mean < math.inf
+    check(in_range, "least_mean: expected a finite number >= 0 or None, got {}", least_mean)
     guard = (eps, EpsMode.ADD) if least_mean is None else (least_mean, EpsMode.FLOOR)
     rule = GroupTerm(scale=scale, eps=guard[0], eps_mode=guard[1])
     advantages = _normalise(rewards, group_ids, mask, apply_mask, rule, backend)

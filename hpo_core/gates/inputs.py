@@ -179,7 +179,8 @@ def clip_cov_mask(
     share: float = 2e-4,
     low: float = 1.0,
     high: float = 5.0,
-    eps: tuple[float, float] = (0.2, 0.2),
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
     advantage_level: str | None = None,
 ) -> GateInputs:
     """``gate_inputs`` for :func:`clip_cov`: a mask that is False for a few tokens drawn among those of high covariance.
@@ -191,7 +192,7 @@ def clip_cov_mask(
     Args:
         seed: any integer; give every optimiser step its own.
         share, low, high: 2e-4, 1 and 5 as in verl (arXiv 2505.22617).
-        eps: of the PPO clip.
+        eps_low, eps_high: those of the gate.
         advantage_level: as in :func:`~hpo_core.policy_loss`.
 
     >>> batch = PackedBatch.from_lengths([2, 2])
@@ -200,11 +201,11 @@ def clip_cov_mask(
     3
     """
     check(low <= high, "low: expected low <= high, got {} and {}", low, high)
-    check_epsilons(*eps, ("eps[0]", "eps[1]"))
+    check_epsilons(eps_low, eps_high)
     _check_policies(batch, logp, old_logp)
     covariance, advantage, counted = _covariance(logp, advantages, batch, advantage_level)
     ratio = torch.where(counted, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
-    clipped = ((advantage > 0) & (ratio > 1 + eps[1])) | ((advantage < 0) & (ratio < 1 - eps[0]))
+    clipped = ((advantage > 0) & (ratio > 1 + eps_high)) | ((advantage < 0) & (ratio < 1 - eps_low))
     eligible = counted & (covariance > low) & (covariance < high) & ~clipped & ~ratio.isnan()
     draw = _draws(logp.numel(), seed, logp.device)
     return GateInputs(token_mask=~_greatest(draw, eligible, share, batch, counted))

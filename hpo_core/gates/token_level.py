@@ -202,7 +202,7 @@ def clip_cov(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
     (arXiv 2505.22617; verl).
 
     Args:
-        eps_low, eps_high, ratio_dual: as in :func:`ppo_clip`; the mask takes the same epsilons.
+        eps_low, eps_high, ratio_dual: as in :func:`ppo_clip`.
 
     >>> clip_cov().token.high[0]
     1.2

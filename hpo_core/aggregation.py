@@ -25,6 +25,7 @@ import math
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from . import ops
 from .arguments import examines
@@ -36,7 +37,6 @@ __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 Total = float | torch.Tensor | None  # trainers divide counts by their accumulation steps
-Group = torch.distributed.ProcessGroup | None
 
 
 def default(batch: PackedBatch, of_steps: bool) -> torch.Tensor:
@@ -65,7 +65,7 @@ def check_is_step(
     batch: PackedBatch,
     whole: str,
     ranks: str,
-    group: torch.distributed.ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
 ) -> None:
     """Check that a default made of this batch's tokens, and those of the ``group``, is not known to miss some of the
     optimiser step. ``whole``, ``ranks``: what to pass instead."""
@@ -97,7 +97,7 @@ def token_mean(
     batch: PackedBatch,
     *,
     total: Total = None,
-    process_group: Group = None,
+    process_group: ProcessGroup | None = None,
     gradient_reduction: str | None = None,
     ranks: float | None = None,
     selected: torch.Tensor | None = None,
@@ -117,7 +117,7 @@ def seq_mean_token_mean(
     batch: PackedBatch,
     *,
     total: Total = None,
-    process_group: Group = None,
+    process_group: ProcessGroup | None = None,
     gradient_reduction: str | None = None,
     ranks: float | None = None,
     selected: torch.Tensor | None = None,
@@ -140,12 +140,14 @@ def seq_mean_token_sum(
     batch: PackedBatch,
     *,
     total: Total = None,
-    process_group: Group = None,
+    process_group: ProcessGroup | None = None,
     gradient_reduction: str | None = None,
     ranks: float | None = None,
     selected: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean over rows of the sum over their tokens, ``w_s = 1 / S`` (LUSPO, arXiv 2602.05261). ``total``: S, as above.
+    """Mean over rows of the sum over their tokens, ``w_s = 1 / S`` (LUSPO, arXiv 2602.05261).
+
+    ``total``: S, as in :func:`seq_mean_token_mean`.
 
     >>> seq_mean_token_sum(PackedBatch.from_lengths([4, 1]))
     tensor([0.5000, 0.5000])
@@ -161,7 +163,7 @@ def fixed_length(
     length: float,
     *,
     total: Total = None,
-    process_group: Group = None,
+    process_group: ProcessGroup | None = None,
     gradient_reduction: str | None = None,
     ranks: float | None = None,
 ) -> torch.Tensor:
@@ -184,12 +186,13 @@ def prompt_mean(
     batch: PackedBatch,
     *,
     total: Total = None,
-    process_group: Group = None,
+    process_group: ProcessGroup | None = None,
     gradient_reduction: str | None = None,
     ranks: float | None = None,
     selected: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean over prompt groups of the mean over all their tokens, ``w_s = 1 / (G sum of n over the group)`` (ScaleRL).
+    """Mean over prompt groups of the mean over all their tokens, ``w_s = 1 / (G sum of n over the group)`` (ScaleRL,
+    arXiv 2510.13786).
 
     Needs ``batch.group_ids``; a row with a negative id is a group by itself. ``total``: G. Default: the groups with at
     least one valid token. The rows of a group must be in one batch; with groups cut over micro-batches compute the
@@ -224,7 +227,7 @@ def _scale(
     batch: PackedBatch,
     own: torch.Tensor,
     total: Total,
-    group: Group,
+    group: ProcessGroup | None,
     gradient_reduction: str | None,
     ranks: float | None,
 ) -> torch.Tensor:
@@ -262,7 +265,9 @@ def _scale(
     return scale.to(torch.float32)
 
 
-def _ranks_averaged(is_global: bool, group: Group, gradient_reduction: str | None, ranks: float | None) -> float:
+def _ranks_averaged(
+    is_global: bool, group: ProcessGroup | None, gradient_reduction: str | None, ranks: float | None
+) -> float:
     """The number of ranks over which gradients are averaged, a factor of the weights. ``is_global``: the count is the
     count of the step, not of this batch."""
     if ranks is not None:
@@ -292,7 +297,7 @@ def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _world_size(group: Group) -> int:
+def _world_size(group: ProcessGroup | None) -> int:
     return torch.distributed.get_world_size(group) if _is_distributed() else 1
 
 

@@ -244,8 +244,8 @@ def _examined_integers(name: str, value: Any) -> Any:
 
 
 def _examined_sequence(name: str, value: Any) -> Any:
-    is_one = isinstance(value, Sequence) and not isinstance(value, str)
-    require_type(is_one, "{}: expected a sequence, got {}", name, type(value))
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+    require_type(is_sequence, "{}: expected a sequence, got {}", name, type(value))
     return [
         _examined_parts(f"{name}[{at}]", each) if isinstance(each, tuple) else examined(f"{name}[{at}]", each)
         for at, each in enumerate(value)
@@ -277,7 +277,7 @@ _OF_ANNOTATION: dict[str, Callable[[str, Any], Any]] = {
     "Sequence[torch.Tensor]": _examined_sequence,
     "Sequence[Term]": _examined_sequence,
     "Total": _examined_parts,
-    "Group": _examined_group,
+    "ProcessGroup | None": _examined_group,
     "torch.distributed.ProcessGroup | None": _examined_group,
     "torch.Tensor | Sequence[int]": _examined_integers,
 }

@@ -13,20 +13,19 @@ from contextvars import ContextVar
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from .checks import check, require_type
-
-Group = torch.distributed.ProcessGroup
 
 # All of them: a caller refuses a dtype in words of its own, on every rank alike.
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _FORM = 5  # of what a rank gives, in numbers: its length, the place of its dtype, its dimensions, and two more sizes
 
-_GROUP: ContextVar[Group | None] = ContextVar("hpo_core_ranks", default=None)
+_GROUP: ContextVar[ProcessGroup | None] = ContextVar("hpo_core_ranks", default=None)
 
 
 @contextlib.contextmanager
-def spanned(group: Group) -> Iterator[None]:
+def spanned(group: ProcessGroup) -> Iterator[None]:
     """Until the end of the block, groups span the ranks of this process group. Only eagerly."""
     check(not torch.compiler.is_compiling(), "tables: only eager calls gather; call it outside torch.compile")
     token = _GROUP.set(group)
@@ -36,12 +35,12 @@ def spanned(group: Group) -> Iterator[None]:
         _GROUP.reset(token)
 
 
-def ranks() -> Group | None:
-    """Over which ranks groups span at the moment; in what is compiled none, see :func:`spanned`."""
+def ranks() -> ProcessGroup | None:
+    """The process group whose ranks groups span at the moment, see :func:`spanned`; None in compiled code."""
     return None if torch.compiler.is_compiling() else _GROUP.get()
 
 
-def gather(own: torch.Tensor, group: Group, name: str = "process_group") -> list[torch.Tensor]:
+def gather(own: torch.Tensor, group: ProcessGroup, name: str = "process_group") -> list[torch.Tensor]:
     """``own`` ``[n, ...]`` of every rank, in their order; n may differ. Synchronises: sizes are read.
 
     A rank that has nothing takes dtype and shape from the others: an empty list is a tensor of floats.
@@ -81,7 +80,7 @@ def gather(own: torch.Tensor, group: Group, name: str = "process_group") -> list
     return [each.view(_DTYPES[kind])[:size] for each, size in zip(gathered, sizes, strict=True)]
 
 
-def merged(table: torch.Tensor, ids: torch.Tensor | None, group: Group) -> torch.Tensor:
+def merged(table: torch.Tensor, ids: torch.Tensor | None, group: ProcessGroup) -> torch.Tensor:
     """Statistics of groups ``[6, U]`` (:class:`~hpo_core.segments.GroupStatistics`) of the units of this rank, merged
     with those of all."""
     keys = torch.zeros_like(table[0], dtype=torch.int64) if ids is None else ids.clamp(min=-1)
@@ -116,7 +115,7 @@ def _names(part: torch.Tensor) -> torch.Tensor:
     return part[:, 0].contiguous().view(torch.int64)
 
 
-def common_ids(keys: torch.Tensor, group: Group) -> torch.Tensor:
+def common_ids(keys: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """One number ``[U]`` int64 per distinct combination of keys ``[U, K]``, the same on every rank."""
     own, of_unit = torch.unique(keys, dim=0, return_inverse=True)
     parts = gather(own, group)
@@ -132,6 +131,6 @@ def sum_in_order(values: torch.Tensor) -> torch.Tensor:
     return pad(parts, (1, 0)).cumsum(-1)[..., -1]
 
 
-def sum_of_ranks(own: torch.Tensor, group: Group) -> torch.Tensor:
+def sum_of_ranks(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """The sum of a 0-dim tensor over the ranks, added in their order."""
     return sum_in_order(torch.cat(gather(own[None], group)))

@@ -25,7 +25,7 @@ _GRADIENTS = {
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """``beta * k(s)`` added to the loss of every valid token, without effect of token masks, windows and weights."""
+    """``beta * k(s)`` added to the loss of every valid token, whatever token masks, token weights and windows are."""
 
     estimator: KLEstimator
     beta: float
@@ -46,13 +46,25 @@ def _penalty(estimator: KLEstimator, beta: float, gradient: str) -> KLPenalty:
 
 @examines
 def k1(beta: float, gradient: str = "value") -> KLPenalty:
-    """``k1 = s``: unbiased, can be negative; its own gradient has mean zero. See :func:`k3` for ``gradient``."""
+    """``k1 = s``: unbiased, can be negative; its own gradient has mean zero.
+
+    The arguments are those of :func:`k3`.
+
+    >>> k1(0.01, gradient="straight_through").gradient.name
+    'STRAIGHT_THROUGH'
+    """
     return _penalty(KLEstimator.K1, beta, gradient)
 
 
 @examines
 def k2(beta: float, gradient: str = "value") -> KLPenalty:
-    """``k2 = s^2 / 2``: biased, low variance; its gradient ``s`` is the true reverse-KL gradient on-policy."""
+    """``k2 = s^2 / 2``: biased, low variance; its gradient ``s`` is the true reverse-KL gradient on-policy.
+
+    The arguments are those of :func:`k3`.
+
+    >>> k2(0.01).estimator.name
+    'K2'
+    """
     return _penalty(KLEstimator.K2, beta, gradient)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.distributed import ProcessGroup
 
 from . import ops
 from .arguments import examines
@@ -16,7 +17,7 @@ from .ops.linear_logprobs import LinearRows
 from .reference.linear_logprobs import linear_token_logprobs as definition
 from .specs import LogitRows
 from .support import LOGITS, checked_temperature
-from .vocabulary_parallel import Group, Sizes, all_rows, check_shards, recognises_shards, shards
+from .vocabulary_parallel import Sizes, all_rows, check_shards, recognises_shards, shards
 
 # Rows and columns of a block of logits by device: 16 MiB on the CPU, where the last-level cache holds the block and its
 # products lose a few percent; 128 MiB on a GPU, which keep a large one busy.
@@ -38,7 +39,7 @@ def linear_token_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     block: tuple[int, int] | None = None,
-    process_group: Group | None = None,
+    process_group: ProcessGroup | None = None,
     vocabulary_sizes: Sizes = None,
     backend: str | None = None,
 ) -> TokenLogprobs:
@@ -88,7 +89,53 @@ def linear_token_logprobs(
     tensor([ 0.0000, -1.4076])
     """
     reference = is_reference(hidden, backend)
-    types = (*LOGITS, torch.float64) if reference else LOGITS
+    _check_tensors(hidden, weight, targets, bias, (*LOGITS, torch.float64) if reference else LOGITS)
+    for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
+        check(number is None or 0 < number < math.inf, "{}: expected a finite number above 0, got {}", name, number)
+    targets, places = counted_targets(targets, batch, ignore_index)
+    temperature = checked_temperature(temperature, targets, ignore_index, exact=reference)
+    targets = places.at_logits(targets)
+    # softmax(s x / t) = softmax(x / (t / s)), and a cap of c on s x is one of c / s on x: so the scale s costs nothing.
+    each, number = None, 1.0
+    if isinstance(temperature, torch.Tensor):
+        each = places.at_logits(temperature) / logit_scale
+    else:
+        number = temperature / logit_scale
+    capped = None if softcap is None else softcap / logit_scale
+    kept = 3 if entropy else 2
+    vocabulary, first, sizes = weight.shape[0], 0, None
+    check_shards(process_group, vocabulary_sizes)
+    if process_group is None:
+        check(vocabulary > 0, "weight: expected a vocabulary of at least one token, got {}", list(weight.shape))
+    else:
+        sizes, first, vocabulary = shards(vocabulary, process_group, vocabulary_sizes)
+        if reference:
+            weight = all_rows(weight, process_group)
+            bias = None if bias is None else all_rows(bias, process_group)
+
+    if reference:
+        rows = LogitRows(hidden, targets, each, number, ignore_index, None, 0, vocabulary)
+        logp, entropies = definition(hidden, weight, bias, rows, capped, kept)[:2]
+    else:
+        given = LinearRows(
+            hidden.reshape(targets.numel(), hidden.shape[-1]), weight, bias, targets.flatten(),
+            None if each is None else each.flatten(), number, ignore_index, capped, first, vocabulary,
+            *_checked_block(block, hidden),
+        )  # fmt: skip
+        logp, entropies = ops.linear_token_logprobs(given, kept, backend, process_group, sizes)
+    at_tokens = places.at_tokens
+    return TokenLogprobs(
+        at_tokens(logp.view(targets.shape)), None if entropies is None else at_tokens(entropies.view(targets.shape))
+    )
+
+
+def _check_tensors(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    types: tuple[torch.dtype, ...],
+) -> None:
     check(hidden.dim() > 0, "hidden: expected shape [..., D], got a number; use hidden[None]")
     check_dtype("hidden", hidden, types, "use hidden.float()")
     check(weight.dim() == 2, "weight: expected shape [V, D], got {}", list(weight.shape))
@@ -102,44 +149,6 @@ def linear_token_logprobs(
         check_dtype("bias", bias, types, "use bias.float()")
         check_shape("bias", bias, weight.shape[:1], "[V] (one number for each row of weight)")
         check_device("bias", bias, hidden.device, "hidden")
-    for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
-        check(number is None or 0 < number < math.inf, "{}: expected a finite number above 0, got {}", name, number)
-    targets, places = counted_targets(targets, batch, ignore_index)
-    temperature = checked_temperature(temperature, targets, ignore_index, exact=reference)
-    targets = places.at_logits(targets)
-    if isinstance(temperature, torch.Tensor):
-        temperature = places.at_logits(temperature)
-    # softmax(s x / t) = softmax(x / (t / s)), and a cap of c on s x is one of c / s on x: so the scale s costs nothing.
-    each, number = (temperature / logit_scale, 1.0) if isinstance(temperature, torch.Tensor) else (
-        None, temperature / logit_scale
-    )  # fmt: skip
-    capped = None if softcap is None else softcap / logit_scale
-    kept = 3 if entropy else 2
-    vocabulary, first = weight.shape[0], 0
-    check_shards(process_group, vocabulary_sizes)
-    if process_group is not None:
-        sizes, first, vocabulary = shards(weight.shape[0], process_group, vocabulary_sizes)
-    is_part = process_group is not None
-    check(is_part or vocabulary > 0, "weight: expected a vocabulary of at least one token, got {}", list(weight.shape))
-
-    if reference:
-        if process_group is not None:
-            weight = all_rows(weight, process_group)
-            bias = None if bias is None else all_rows(bias, process_group)
-        rows = LogitRows(hidden, targets, each, number, ignore_index, None, 0, vocabulary)
-        logp, entropies = definition(hidden, weight, bias, rows, capped, kept)[:2]
-    else:
-        given = LinearRows(
-            hidden.reshape(targets.numel(), hidden.shape[-1]), weight, bias, targets.flatten(),
-            None if each is None else each.flatten(), number, ignore_index, capped, first, vocabulary,
-            *_checked_block(block, hidden),
-        )  # fmt: skip
-        over = () if process_group is None else (process_group, sizes)
-        logp, entropies = ops.linear_token_logprobs(given, kept, backend, *over)
-    at_tokens = places.at_tokens
-    return TokenLogprobs(
-        at_tokens(logp.view(targets.shape)), None if entropies is None else at_tokens(entropies.view(targets.shape))
-    )
 
 
 def _checked_block(block: tuple[int, int] | None, hidden: torch.Tensor) -> tuple[int, int]:

@@ -204,8 +204,8 @@ def _checked_rows(
 
 
 def _checked_sequence(states: Sequence[LogprobState]) -> Sequence[LogprobState]:
-    is_one = isinstance(states, list | tuple) and not isinstance(states, LogprobState) and len(states) > 0
-    require_type(is_one, "states: expected a list of at least one LogprobState, got {}", type(states))
+    is_sequence = isinstance(states, list | tuple) and not isinstance(states, LogprobState) and len(states) > 0
+    require_type(is_sequence, "states: expected a list of at least one LogprobState, got {}", type(states))
     return states
 
 

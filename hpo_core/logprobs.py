@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 
 from . import ops
 from .arguments import examines
@@ -15,7 +16,7 @@ from .ops import is_traced
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows
 from .support import LOGITS, TEMPERATURE, among_ids, check_logits, check_of_rows
-from .vocabulary_parallel import Group, Shards, Sizes, all_rows, check_shards, recognises_shards, shards
+from .vocabulary_parallel import Shards, Sizes, all_rows, check_shards, recognises_shards, shards
 
 
 class TokenLogprobs(NamedTuple):
@@ -51,7 +52,7 @@ def token_logprobs(
     support_floor: torch.Tensor | None = None,
     support_ids: torch.Tensor | None = None,
     inplace_gradient: bool = False,
-    process_group: Group | None = None,
+    process_group: ProcessGroup | None = None,
     vocabulary_sizes: Sizes = None,
     backend: str | None = None,
 ) -> TokenLogprobs:
@@ -234,7 +235,7 @@ class _Call(NamedTuple):
     places: Places
     in_place: bool
     backend: str | None
-    group: Group | None = None  # ranks that hold a part of the vocabulary each
+    group: ProcessGroup | None = None  # ranks that hold a part of the vocabulary each
     shards: Shards | None = None
 
     def run(self, kept: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -245,7 +246,7 @@ class _Call(NamedTuple):
         return ops.token_logprobs(self.rows, kept, self.backend, self.in_place)
 
     def _over_ranks(
-        self, group: Group, parts: Shards, kept: int
+        self, group: ProcessGroup, parts: Shards, kept: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         rows = self.rows._replace(vocabulary=parts.vocabulary)
         if is_reference(rows.logits, self.backend):

@@ -73,6 +73,7 @@ def policy_loss(
 ) -> PolicyLoss:
     """The policy loss of a packed (or padded) batch under a ratio gate: ``loss = sum_t m_t w[s(t)] loss_t``.
 
+    m_t is 1 for valid tokens, else 0, and w[s(t)] the entry of ``weights`` for the row of token t.
     ``loss_t = -M_t W_t A_t Phi(z_t) + beta k(logp_t - ref_logp_t)``: z is the gated log-ratio, Phi the gate's head, M
     the selection (``token_mask`` and the window), W ``token_weight``, and the penalty is not masked by M. Everything
     but ``logp`` is a constant of the differentiation; the backward returns dL/dlogp times the incoming gradient, and
@@ -147,7 +148,8 @@ def policy_loss_and_grad(
     gate: RatioGate | None = None,
     **options: Unpack[PolicyLossOptions],
 ) -> PolicyLossAndGrad:
-    """:func:`policy_loss` without autograd: loss, metrics and dL/dlogp (in the shape of logp) from one call.
+    """:func:`policy_loss`, with the same arguments, without autograd: loss, metrics and dL/dlogp (in the shape of logp)
+    from one call.
 
     >>> import hpo_core as hpo
     >>> out = hpo.policy_loss_and_grad(torch.zeros(2), None, torch.ones(1), hpo.PackedBatch.from_lengths([2]))
@@ -200,8 +202,8 @@ def hierarchical_policy_loss(
             rewards and, by name, those of ``group_ids``, ``batch``, ``backend`` and, at the level of steps,
             ``trajectory_ids`` that it takes; the ids are then ``[N]``. What else it needs, such as ``anchor_ids``,
             comes with the partial; ``partial(grpo, group_ids=None)`` says that the whole batch is one group, as equal
-            ids do. It says of itself what ``advantage_level`` is by default; of functions that say nothing it is
-            ``"row"``.
+            ids do. ``advantage_level`` is by default the level that :func:`~hpo_core.advantages.estimator` marks it
+            with, and ``"row"`` without a mark.
         gate: as in :func:`policy_loss`.
         options: the keywords of :func:`policy_loss`. ``threshold``: what ``window.fit`` returned for the whole
             optimiser step; here by default fitted on this batch, which must be that step: with ``process_group`` on the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple, TypedDict
 
 import torch
@@ -93,13 +93,10 @@ def prepare(
     if report:
         # A generator has its names only once.
         wants_tokens, wants_levels, wants_corrections = _reported(report if isinstance(report, str) else tuple(report))
-    chosen = None
     if selection is not None:
-        chosen, gate_inputs = checked_selection(selection, window is not None, kl, gate_inputs)
-    given = _NO_INPUTS
-    if gate_inputs is not None or gate.required:
-        given = _given(gate_inputs, gate)
-    bounds, target, kept, penalty_mask, aggregates, factor = given
+        selection, gate_inputs = checked_selection(selection, window is not None, kl, gate_inputs)
+    gate_inputs = _checked_inputs(gate_inputs, gate) if gate_inputs is not None or gate.required else _NO_INPUTS
+    bounds, target, gate_mask, penalty_mask, aggregates, gate_weight = gate_inputs
     without_extras = rollout_logp is None and target is None and penalty_mask is None and not wants_corrections
     fast_path = gate.has_fast_path and without_extras
     if not fast_path:
@@ -127,25 +124,16 @@ def prepare(
     def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
         return checked_constant(name, tensor, shape, "[T] (that of logp)", kind, device)
 
-    low: torch.Tensor | None = None
-    high: torch.Tensor | None = None
     limit: torch.Tensor | None = None
     strict = False
-    if window is None:
-        check(threshold is None, "threshold: given without a window; pass window= too")
-        if chosen is not None and chosen.score is not None:
-            score, value = chosen.compared()
-            score, strict = token("score", score), chosen.strict
-            limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
-    else:
-        require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
-        score, value = _selection(window, threshold, score, entropy, batch, backend)
-        limit = checked_constant("threshold", value, (1,), "[1] (what window.fit returned)", dtype, device)
-        strict = window.strict
+    if window is not None or threshold is not None or selection is not None:
+        score, limit, strict = _compared(window, threshold, selection, score, entropy, batch, backend, token)
+        if limit is not None:
+            limit = checked_constant("threshold", limit, (1,), "[1] (what window.fit returned)", dtype, device)
     per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
     target_per_token = per_token
-    if chosen is not None:
-        level_advantages, per_token = shaped_advantages(chosen, level_advantages, per_token, batch, token)
+    if selection is not None:
+        level_advantages, per_token = shaped_advantages(selection, level_advantages, per_token, batch, token)
     spec = gate.spec(kl, strict)
     beyond = process_group is not None or aggregates is not None or wants_levels
     if beyond:
@@ -170,17 +158,9 @@ def prepare(
         exchange = exchange_of(batch, spec, gate.name, gate.units, process_group, aggregates)
     if weights is None:
         weights = aggregation.default(batch, gate.of_steps)
-    if token_mask is not None:
-        token_mask = token("token_mask", token_mask, torch.bool)
-    if kept is not None:
-        kept = token("token_mask", kept, torch.bool)
-        token_mask = kept if token_mask is None else token_mask & kept
-    token_weight = None if token_weight is None else token("token_weight", token_weight)
-    if factor is not None:
-        factor = token("token_weight", factor)
-        token_weight = factor if token_weight is None else token_weight * factor
-    if chosen is not None:
-        token_mask, token_weight = selected_tokens(chosen, token_mask, token_weight, token)
+    token_mask, token_weight = _mask_and_weight(token_mask, token_weight, gate_mask, gate_weight, selection, token)
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
     if bounds is not None:
         low, high = (None if each is None else token(f"bounds[{at}]", each) for at, each in enumerate(bounds))
     inputs = PolicyLossInputs(  # by position: fifteen keywords would take a microsecond
@@ -201,20 +181,11 @@ def prepare(
         per_token,
         *leaves,
     )
-    if chosen is not None and chosen.kl_weight is not None:
-        inputs = inputs._replace(kl_weight=token("kl_weight", chosen.kl_weight))
+    if selection is not None and selection.kl_weight is not None:
+        inputs = inputs._replace(kl_weight=token("kl_weight", selection.kl_weight))
     if fast_path:
         return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels)
-    if target is not None:
-        _, target = batch.of_level("target", target, advantage_level, shape)
-        target = as_constant("target", target, None, "", dtype, device)
-        inputs = inputs._replace(target=target, target_per_token=target_per_token)
-    if penalty_mask is not None:
-        inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
-    if gate.advantage_weights != (1.0, 1.0):
-        positive, negative = gate.advantage_weights
-        signed = inputs.advantages
-        inputs = inputs._replace(advantages=torch.where(signed < 0, signed * negative, signed * positive))
+    inputs = _with_rare_inputs(inputs, gate, target, penalty_mask, batch, advantage_level, target_per_token, token)
     rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
     inputs, spec, seen = corrected(
         inputs, spec, gate, batch, rollout, process_group, wants_corrections, logp_known, backend
@@ -235,7 +206,7 @@ def _reported(report: Collection[str]) -> tuple[bool, bool, bool]:
     return "tokens" in report, "levels" in report, "corrections" in report
 
 
-def _given(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
+def _checked_inputs(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
     """What the gate is given beside the batch: it takes all of it, and gets all that it needs."""
     given = _NO_INPUTS if gate_inputs is None else gate_inputs
     require_type(
@@ -289,15 +260,24 @@ def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
     return PackedBatch.from_padded(examined("batch", batch))
 
 
-def _selection(
-    window: EntropyWindow,
+def _compared(
+    window: EntropyWindow | None,
     threshold: WindowState | torch.Tensor | None,
+    selection: Selection | None,
     score: torch.Tensor | None,
     entropy: torch.Tensor | None,
     batch: PackedBatch,
     backend: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The window's scores ``[T]`` and its threshold."""
+    token: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, bool]:
+    """The scores ``[T]`` of the window or the selection, the threshold they are compared with, whether strictly."""
+    if window is None:
+        check(threshold is None, "threshold: given without a window; pass window= too")
+        if selection is None or selection.score is None:
+            return None, None, False
+        score, threshold = selection.compared()
+        return token("score", score), threshold, selection.strict
+    require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
     check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
     assert entropy is not None
     if score is None:
@@ -310,7 +290,56 @@ def _selection(
             window.name,
         )
         threshold = window.fit_score(score, backend=backend)
-    if not isinstance(threshold, WindowState):
-        return score, threshold
-    check_scorer(window, threshold, score, backend)
-    return score, threshold.threshold
+    if isinstance(threshold, WindowState):
+        check_scorer(window, threshold, score, backend)
+        threshold = threshold.threshold
+    return score, threshold, window.strict
+
+
+def _mask_and_weight(
+    token_mask: torch.Tensor | None,
+    token_weight: torch.Tensor | None,
+    gate_mask: torch.Tensor | None,
+    gate_weight: torch.Tensor | None,
+    selection: Selection | None,
+    token: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The mask and the weight of the policy term of tokens: the caller's, the gate's and the selection's together."""
+    if token_mask is not None:
+        token_mask = token("token_mask", token_mask, torch.bool)
+    if gate_mask is not None:
+        gate_mask = token("token_mask", gate_mask, torch.bool)
+        token_mask = gate_mask if token_mask is None else token_mask & gate_mask
+    if token_weight is not None:
+        token_weight = token("token_weight", token_weight)
+    if gate_weight is not None:
+        gate_weight = token("token_weight", gate_weight)
+        token_weight = gate_weight if token_weight is None else token_weight * gate_weight
+    if selection is not None:
+        return selected_tokens(selection, token_mask, token_weight, token)
+    return token_mask, token_weight
+
+
+def _with_rare_inputs(
+    inputs: PolicyLossInputs,
+    gate: RatioGate,
+    target: torch.Tensor | None,
+    penalty_mask: torch.Tensor | None,
+    batch: PackedBatch,
+    advantage_level: str | None,
+    target_per_token: bool,
+    token: Callable[..., torch.Tensor],
+) -> PolicyLossInputs:
+    """The inputs with the target, the mask of the penalty, and advantages weighted by their sign."""
+    logp = inputs.logp
+    if target is not None:
+        _, target = batch.of_level("target", target, advantage_level, logp.shape)
+        target = as_constant("target", target, None, "", logp.dtype, logp.device)
+        inputs = inputs._replace(target=target, target_per_token=target_per_token)
+    if penalty_mask is not None:
+        inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
+    if gate.advantage_weights != (1.0, 1.0):
+        positive, negative = gate.advantage_weights
+        signed = inputs.advantages
+        inputs = inputs._replace(advantages=torch.where(signed < 0, signed * negative, signed * positive))
+    return inputs

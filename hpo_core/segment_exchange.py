@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from .arguments import check_group
 from .batch import Hierarchy, PackedBatch
 from .checks import check, examined, require_type
-from .distributed import Group, gather
+from .distributed import gather
 from .reference.terms import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
 
@@ -37,7 +38,7 @@ def exchange_of(
     spec: PolicyLossSpec,
     gate: str,
     units_of_gate: Collection[Unit],
-    process_group: Group | None,
+    process_group: ProcessGroup | None,
     aggregates: Mapping[str, torch.Tensor] | None,
 ) -> SegmentExchange:
     """The exchange of one call; ``gate`` is a name for errors.
@@ -48,7 +49,7 @@ def exchange_of(
     asked, reason = "report", "'levels' is made of what segments add up of their tokens"
     if process_group is not None or aggregates is not None:
         asked = "aggregates" if process_group is None else "process_group"
-        reason = "which of them lie elsewhere, too, no process knows"
+        reason = "no process knows which of them others hold, too"
     for level in spec.levels:
         check(
             level.aggregate is not Aggregate.BALANCED,
@@ -79,7 +80,7 @@ def exchange_of(
     return SegmentExchange(batch, span, given)
 
 
-def reduce_over_ranks(batch: PackedBatch, unit: Unit, process_group: Group) -> SegmentReduce | None:
+def reduce_over_ranks(batch: PackedBatch, unit: Unit, process_group: ProcessGroup) -> SegmentReduce | None:
     """What the segments of a correction over ``unit`` have on all ranks; None where they lie on one."""
     if batch.ids(unit) is None:
         return None
@@ -102,7 +103,7 @@ class _Span(NamedTuple):
     slot: torch.Tensor  # [M] int64 in [0, slots): the same on every rank that has the segment
     ranks: torch.Tensor  # [M] int64: how many have it
     slots: int
-    group: Group
+    group: ProcessGroup
 
     def reduce(self, table: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> None:
         """Of each of these segments in ``[levels, P, n]``, what all ranks have."""
@@ -119,12 +120,12 @@ def _least(dtype: torch.dtype) -> float:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _span_of(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Span:
+def _span_of(batch: PackedBatch, units: tuple[Unit, ...], group: ProcessGroup) -> _Span:
     span: _Span = batch.once(_make_span, units, group, static=True)
     return span
 
 
-def _make_span(batch: PackedBatch, units: tuple[Unit, ...], group: Group) -> _Span:
+def _make_span(batch: PackedBatch, units: tuple[Unit, ...], group: ProcessGroup) -> _Span:
     """Gathers the names of all segments of all ranks: synchronises."""
     own = _named_segments(batch, units)
     names = gather(own[:, :3].contiguous(), group)

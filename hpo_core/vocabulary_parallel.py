@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from .arguments import check_group
 from .checks import check
 from .distributed import gather
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Group = torch.distributed.ProcessGroup
 Sizes = Sequence[int] | None
 
 
@@ -28,7 +28,7 @@ class Shards(NamedTuple):
     vocabulary: int
 
 
-def shards(columns: int, group: Group, sizes: Sequence[int] | None) -> Shards:
+def shards(columns: int, group: ProcessGroup, sizes: Sequence[int] | None) -> Shards:
     """The shards of ranks with ``sizes`` columns (None: all as many as this one). A wrong size raises later, in the
     all-gather, on every rank alike."""
     check(not torch.compiler.is_compiling(), "process_group: only eager calls gather; call it outside torch.compile")
@@ -44,13 +44,13 @@ def shards(columns: int, group: Group, sizes: Sequence[int] | None) -> Shards:
     return Shards(tuple(given), sum(given[:rank]), sum(given))
 
 
-def check_shards(group: Group | None, sizes: Sequence[int] | None) -> None:
+def check_shards(group: ProcessGroup | None, sizes: Sequence[int] | None) -> None:
     """Check that sizes of shards come with their ranks: without these, logits of one shard would be a vocabulary."""
     alone = group is not None or sizes is None
     check(alone, "vocabulary_sizes: expected None without a process_group, got {}; pass process_group=, too", sizes)
 
 
-def all_rows(own: torch.Tensor, group: Group) -> torch.Tensor:
+def all_rows(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """The rows of all ranks, for the reference; only this rank's rows have a gradient."""
     parts = gather(own, group)
     parts[torch.distributed.get_rank(group)] = own

@@ -238,7 +238,7 @@ METHODS = {
     ),
     "d3s_tokens": Whole(
         lambda step, group: E.d3s_tokens(
-            step.entropy, step.advantages.abs().round() / 2, step.batch, ratio="0.3", rows_mask=step.kept,
+            step.entropy, step.advantages.abs().round() / 2, step.batch, share="0.3", rows_mask=step.kept,
             uid=step.uid, process_group=group,
         )
     ),

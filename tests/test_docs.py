@@ -67,7 +67,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_no_docstring_is_broken_by_reflow() -> None:
-    """No literal runs over the end of its line, and no line ends before a word or two."""
+    """No literal runs over the end of its line, no line ends before a word or two, no entry holds two arguments."""
     broken = []
     for path in sorted((ROOT / "hpo_core").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -76,7 +76,9 @@ def test_no_docstring_is_broken_by_reflow() -> None:
                 prose = re.split(r"^ *>>>", documented, maxsplit=1, flags=re.MULTILINE)[0].split("\n")
                 pairs = itertools.pairwise(prose)
                 alone = any(len(line) < 20 and _continues(line, following) for line, following in pairs)
-                if alone or any(line.count("``") % 2 for line in prose):
+                names = "|".join(each.arg for each in ast.walk(node) if isinstance(each, ast.arg))
+                crowded = names and any(re.search(rf"\. ({names}): ", line) for line in prose)
+                if alone or crowded or any(line.count("``") % 2 for line in prose):
                     broken.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}")
     assert broken == []
 

@@ -289,24 +289,24 @@ def test_worked_ares(backend):
 
 
 @pytest.mark.usefixtures("at_length")
-@pytest.mark.parametrize("ratio", ["0", "0.2", "0.3", "0.7", "0.05", "0.5", "1"])
-def test_count_law(backend, ratio):
-    """A mask has 1 + floor(ratio (n - 1)) tokens without ties, and all tokens if all are equal."""
-    window = forking_tokens(ratio)
+@pytest.mark.parametrize("share", ["0", "0.2", "0.3", "0.7", "0.05", "0.5", "1"])
+def test_count_law(backend, share):
+    """A mask has 1 + floor(share (n - 1)) tokens without ties, and all tokens if all are equal."""
+    window = forking_tokens(share)
     for n in few(backend, (11, 1, 2, 10, 101), 2):
         batch = hpo.PackedBatch.from_lengths([n]).to(testing.device_of(backend))
         values = torch.randperm(n, generator=torch.Generator().manual_seed(n)).float().to(batch.device)
         mask = window.apply(values, batch, window.fit(values, batch, backend=backend), backend=backend)
-        assert int(mask.sum()) == 1 + math.floor(Fraction(ratio) * (n - 1))
+        assert int(mask.sum()) == 1 + math.floor(Fraction(share) * (n - 1))
         flat = torch.full_like(values, 0.7)
         assert window.apply(flat, batch, window.fit(flat, batch, backend=backend), backend=backend).all()
 
 
-@hypothesis.given(layout=testing.layouts(longest=10), ratio=st.sampled_from(("0.2", "0.3", "0.5")))
-def test_increasing_transform_keeps_the_mask(backend, layout, ratio):
+@hypothesis.given(layout=testing.layouts(longest=10), share=st.sampled_from(("0.2", "0.3", "0.5")))
+def test_increasing_transform_keeps_the_mask(backend, layout, share):
     values, batch = testing.random_window(layout=layout).values.to(testing.device_of(backend)), layout.batch()
     batch = batch.to(values.device)
-    window = forking_tokens(ratio)
+    window = forking_tokens(share)
 
     def mask(entropy):
         return window.apply(entropy, batch, window.fit(entropy, batch, backend=backend), backend=backend)
@@ -333,7 +333,7 @@ def test_affine_entropies_keep_the_mask_of_windows(backend, layout, window):
 
 def test_width_one_is_the_token_rule(backend):
     values, batch = worked(backend)
-    one, tokens = ares(window=1), forking_tokens("0.05")
+    one, tokens = ares(width=1), forking_tokens("0.05")
     states = [window.fit(values, batch, backend=backend) for window in (one, tokens)]
     assert torch.equal(states[0].threshold, states[1].threshold)
     assert torch.equal(score(backend, row(H, 0, 0)), torch.tensor(H))

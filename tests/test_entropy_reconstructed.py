@@ -134,9 +134,9 @@ def test_d3s_tokens_over_ranks(three_ranks):
     def run(rank):
         rows, tokens = slice(2 * rank, 2 * rank + 2), slice(ends[2 * rank], ends[2 * rank + 2])
         batch, world = hpo.PackedBatch.from_lengths(lengths[rows]), torch.distributed.group.WORLD
-        return E.d3s_tokens(entropy[tokens], own[rows], batch, ratio="0.4", process_group=world).mask
+        return E.d3s_tokens(entropy[tokens], own[rows], batch, share="0.4", process_group=world).mask
 
-    whole = E.d3s_tokens(entropy, own, hpo.PackedBatch.from_lengths(lengths), ratio="0.4").mask
+    whole = E.d3s_tokens(entropy, own, hpo.PackedBatch.from_lengths(lengths), share="0.4").mask
     assert torch.equal(torch.cat(three_ranks(run)), whole) and whole.sum() == 5
 
 

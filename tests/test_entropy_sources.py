@@ -126,7 +126,7 @@ OTHER = [0.1, 0.2, 0.3, 1.4, 0.5, 0.14, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
 
 
 @pytest.mark.parametrize(
-    ("entropy", "lengths", "ratio", "expected"),
+    ("entropy", "lengths", "share", "expected"),
     [
         (ASCENDING, (6, 4), "0.2", [8, 9]),
         (OTHER, (4, 4), "0.2", [3, 9]),
@@ -136,9 +136,9 @@ OTHER = [0.1, 0.2, 0.3, 1.4, 0.5, 0.14, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
         (ASCENDING, (0, 0), "0.5", []),
     ],
 )
-def test_forking_tokens(entropy, lengths, ratio, expected):
-    """TRL: what its own tests expect of get_high_entropy_mask, whose threshold is 1 - ratio."""
+def test_forking_tokens(entropy, lengths, share, expected):
+    """TRL: what its own tests expect of get_high_entropy_mask, whose threshold is 1 - share."""
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]  # [2, 6]
     batch, values = hpo.PackedBatch.from_padded(mask), torch.tensor(entropy).reshape(2, 6)
-    window = E.forking_tokens(ratio)
+    window = E.forking_tokens(share)
     assert places(window.apply(values, batch, window.fit(values, batch)).reshape(-1)) == expected

@@ -54,7 +54,7 @@ def test_archer_of_the_source():
 
 def test_d3s_of_the_source():
     rows = torch.tensor([True, True, False])
-    mask = E.d3s_tokens(SHARED, ADVANTAGES, BATCH, ratio="0.3", rows_mask=rows).mask
+    mask = E.d3s_tokens(SHARED, ADVANTAGES, BATCH, share="0.3", rows_mask=rows).mask
     assert places(mask) == [2, 3, 4, 5, 13]
     zero = torch.zeros(3)
     assert not E.d3s_tokens(SHARED, zero, BATCH).mask.any()
@@ -300,23 +300,23 @@ def test_a_threshold_is_compared_in_its_own_precision(backend, dtype):
     assert not E.hicra_tokens(*given, two, backend=backend).any()
 
 
-def test_ratios_of_tokens_are_short_fractions(backend):
+def test_shares_of_tokens_are_short_fractions(backend):
     place = testing.device_of(backend)
-    _, ratio = E.d3s_schedule(1 / 3, (4, "0.1"), (8, "0.5"))
-    assert ratio == Fraction(7, 30)
+    _, share = E.d3s_schedule(1 / 3, (4, "0.1"), (8, "0.5"))
+    assert share == Fraction(7, 30)
     batch = PackedBatch.from_lengths([1600]).to(place)
     entropy, advantages = torch.linspace(0.1, 2, 1600, device=place), torch.ones(1, device=place)
-    assert E.d3s_tokens(entropy, advantages, batch, ratio=ratio, backend=backend).mask.sum().item() == 374
+    assert E.d3s_tokens(entropy, advantages, batch, share=share, backend=backend).mask.sum().item() == 374
     for call in (E.d3s_tokens, E.hicra_tokens):
-        with pytest.raises(ValueError, match=r"ratio: expected a short decimal or a Fraction, got 0.3333.*'1/3'"):
-            call(entropy, advantages, batch, ratio=1 / 3, backend=backend)
+        with pytest.raises(ValueError, match=r"share: expected a short decimal or a Fraction, got 0.3333.*'1/3'"):
+            call(entropy, advantages, batch, share=1 / 3, backend=backend)
 
 
 @on_random_batches
 def test_hicra_tokens(drawn):
     own = drawn.normal(len(drawn.rows))
     given = drawn.tensor(drawn.entropy), drawn.tensor(own), drawn.batch
-    got = places(E.hicra_tokens(*given, ratio="0.4", backend=drawn.backend).cpu())
+    got = places(E.hicra_tokens(*given, share="0.4", backend=drawn.backend).cpu())
     expected = []
     for row, each in enumerate(drawn.rows):
         same = [len(r) for r, group in zip(drawn.rows, drawn.group, strict=True) if group == drawn.group[row] and r]
@@ -337,7 +337,7 @@ def test_d3s_tokens(drawn):
     order = sorted(tokens, key=lambda t: (-score[t], uid[drawn.row_of[t]], t))[:k]
     for keeps, expected in ((True, order), (False, [t for t in order if score[t] > 0])):
         got = E.d3s_tokens(
-            drawn.tensor(drawn.entropy), drawn.tensor(own), drawn.batch, ratio="0.3", keeps_zeros=keeps,
+            drawn.tensor(drawn.entropy), drawn.tensor(own), drawn.batch, share="0.3", keeps_zeros=keeps,
             rows_mask=drawn.tensor(kept), uid=drawn.tensor(uid), backend=drawn.backend,
         )  # fmt: skip
         assert places(got.mask.cpu()) == sorted(expected)

@@ -104,12 +104,12 @@ MUTANTS = {
     ),
     "a gate without its inputs is PPO": mutant(
         "prepared.py",
-        "if gate_inputs is not None or gate.required:", "if gate_inputs is not None:",
+        "gate_inputs is not None or gate.required else", "gate_inputs is not None else",
         "test_gate_inputs.test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it", name="hapo_clip",
     ),
     "a method's token weights take the place of the loss's": mutant(
         "prepared.py",
-        "token_weight = factor if token_weight is None else token_weight * factor", "token_weight = factor",
+        "gate_weight if token_weight is None else token_weight * gate_weight", "gate_weight",
         "test_gate_inputs.test_the_weight_of_a_method_and_that_of_the_loss_are_multiplied", backend="cpu",
     ),
     "FIPO counts ratios that the dual clip stops": mutant(

@@ -395,6 +395,6 @@ def test_errors():
     )  # fmt: skip
     refused(r"expected a torch\.distributed\.ProcessGroup", gates.gspo(), TypeError)
     refused(
-        "the level 'trajectory' of the gate 'balanced' counts segments, and which of them lie elsewhere, too",
+        "the level 'trajectory' of the gate 'balanced' counts segments, and no process knows which of them others hold",
         HIERARCHIES["balanced, 4 levels, through, split"],
     )

@@ -85,8 +85,8 @@ class BetaTracker(NamedTuple):
         check(half_life > 0, "half_life: expected a number above 0, got {}", half_life)
         for name, memory in (("least_memory", least_memory), ("most_memory", most_memory)):
             check(0 <= memory <= 1, "{}: expected a number in [0, 1], got {}", name, memory)
-        ordered = least_memory <= most_memory
-        check(ordered, "least_memory: expected at most {} (most_memory), got {}", most_memory, least_memory)
+        is_ordered = least_memory <= most_memory
+        check(is_ordered, "least_memory: expected at most {} (most_memory), got {}", most_memory, least_memory)
         places = _places(prompts, self.alpha, torch.isfinite(rewards) & ~torch.isnan(divergence))
         kept = torch.exp2(-divergence.float() / half_life).clamp(least_memory, most_memory)
         old_alpha, old_beta, rewards = (x.float() for x in (self.alpha, self.beta, rewards))
@@ -264,8 +264,8 @@ def de_grpo(
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """DE-GRPO (FaVChat): GRPO, by how useful the prompt has been and how far its rewards lie apart (arXiv 2503.09158,
-    official code). Returns ``[S]`` float32, and the utility ``[P]`` with this step in it.
+    """DE-GRPO (FaVChat): GRPO times how useful the prompt has been and how far its rewards lie apart (arXiv
+    2503.09158, official code). Returns ``[S]`` float32, and the utility ``[P]`` with this step in it.
 
     Over the pairs of a prompt's responses ``G(x) = exp(mean log(|x_i - x_j| + 1e-6))``;
     ``U <- smoothing U + (1 - smoothing) G(rewards) G(scores)``; d is 0 where ``U < least``, ``decay`` where
@@ -277,8 +277,8 @@ def de_grpo(
         scores: ``[S]``, the mean log-probability of each response's tokens. A unit without one has no reward.
         values: V ``[S]``, a value head's estimate for the unit's prompt; NaN: the unit gets 0.
         utility: ``[P]`` floating point, 0 at the start.
-        samples: the most responses a prompt has, for all pairs are visited; a prompt with more gets NaN and keeps its
-            utility.
+        samples: the most responses a prompt has, because all pairs are visited; a prompt with more gets NaN and keeps
+            its utility.
 
     Traps: two equal rewards are a pair of 1e-6, so that prompts of binary rewards stay below ``least`` and teach
     nothing; and in the first steps no prompt has reached it. The sign of an advantage turns where V exceeds the gap.

@@ -27,7 +27,7 @@ def over_ranks(
 
     All ranks call it, each with its own units (or none), and get the advantages of their own. Scalars of units are
     gathered and every rank computes the same from them: bitwise what one process would. A round trip per argument, some
-    100 KB for 10^4 units; it synchronises, for the numbers of units are read.
+    100 KB for 10^4 units; it synchronises, because the numbers of units are read.
 
     Args:
         estimator: one of rows or steps, or ``functools.partial`` of one, that returns ``[U]``. Of its arguments the

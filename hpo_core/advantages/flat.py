@@ -209,8 +209,8 @@ def maxrl(
     """
     check(least_mean is None or not root, "least_mean: the one-sided form (root=True) knows none; drop one of them")
     scale = Scale.ROOT_MEAN if root else Scale.MEAN
-    is_mean = least_mean is None or 0 <= least_mean < math.inf
-    check(is_mean, "least_mean: expected a finite number >= 0 or None, got {}", least_mean)
+    in_range = least_mean is None or 0 <= least_mean < math.inf
+    check(in_range, "least_mean: expected a finite number >= 0 or None, got {}", least_mean)
     guard = (eps, EpsMode.ADD) if least_mean is None else (least_mean, EpsMode.FLOOR)
     rule = GroupTerm(scale=scale, eps=guard[0], eps_mode=guard[1])
     advantages = _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
@@ -322,7 +322,7 @@ def whiten(
     """Advantages of units centred and scaled over the batch, ddof 1: ``(A - mean) / (std + eps)``. Returns ``[S]``
     float32.
 
-    With ``lengths`` ``[S]`` statistics are those of the tokens, of which a unit has as many:
+    With ``lengths`` ``[S]``, the tokens of each unit, statistics count a unit once for each of its tokens:
     ``(A - mean) / sqrt(var + eps)``. That is what trainers do to token advantages (verl's ``masked_whiten``, but for
     its 1e-8 beside counts): what is constant on a unit needs no ``[T]``.
 

@@ -2,9 +2,9 @@
 
 Common arguments of estimators of steps, all ``[N]``:
     step_rewards: floating point, the immediate reward of each step.
-    group_ids: the prompt of each step; of these two a negative id means none.
-    trajectory_ids: the trajectory of each step, which may be its number inside the prompt. A step of no prompt is in no
-        trajectory, nor the other way round: it is as if it were not there.
+    group_ids: the prompt of each step; negative: none.
+    trajectory_ids: the trajectory of each step, which may be its number inside the prompt; negative: none. A step
+        without a prompt or a trajectory is as if it were not there.
     anchor_ids: the observation a step starts from, as an integer (of texts: :func:`hpo_core.segments.ids_of`): steps of
         one prompt with equal anchors are compared with each other; negative: with none.
     positions: the order of steps inside their trajectory. Default: that in which they stand here.
@@ -281,8 +281,9 @@ def hbpo(
     ``A = (R - mean_q) / (std_q + eps) + (mean_{q,b} - f2(b))``, ddof 1.
 
     Args:
-        lengths: n ``[S]`` floating point. budgets: b ``[S]`` floating point. A response without a finite length and
-            budget has no reward: it is in no statistic and gets 0, whether or not it is correct.
+        lengths: n ``[S]`` floating point.
+        budgets: b ``[S]`` floating point. A response without a finite length and budget has no reward: it is in no
+            statistic and gets 0, whether or not it is correct.
         is_correct: ``[S]`` bool.
         longest, beta, alpha: L, and the constants of the paper.
         compat: the ``"code"`` takes R = min(f1, f2), adds the part inside a budget twice, and has pi = 3.1416.

@@ -128,7 +128,7 @@ def v05(
     Args:
         prior: ``[S]`` in [-1, 1], V of each unit's prompt; NaN or infinite: the unit gets 0.
 
-    Traps: identical rewards do not give 0, for the baseline is not their mean.
+    Traps: identical rewards do not give 0, because the baseline is not their mean.
 
     >>> v05(torch.tensor([1.0, -1.0, -1.0, 1.0]), None, torch.full((4,), -0.9))
     tensor([ 1.2778, -0.7222, -0.7222,  1.2778])

@@ -26,6 +26,7 @@ def g2rpo(
     2604.08539). Returns ``[S]`` float32.
 
     Sums to 0 in each group; any increasing map of the rewards leaves it as it is; at most ``Phi^-1(1 - 1 / 2n)``.
+
     >>> g2rpo(torch.tensor([0.3, 0.1, 0.3, 0.9, 0.5]), None)
     tensor([-0.2622, -1.2816, -0.2622,  1.2816,  0.5244])
     """

@@ -53,8 +53,9 @@ def himac(
 
     Args:
         rewards: ``[S]``; of a macro unit that of one greedy execution of its blueprint.
-        is_macro: ``[S]`` bool. blueprint_ids: ``[S]``, the blueprint that a micro unit executes, negative: none (its
-            advantage is 0); of macro units not read.
+        is_macro: ``[S]`` bool.
+        blueprint_ids: ``[S]``, the blueprint that a micro unit executes, negative: none (its advantage is 0); of macro
+            units not read.
 
     >>> r, macro = torch.tensor([1.0, 0.0, 0.5, 0.0]), torch.ones(4, dtype=torch.bool)
     >>> himac(r, torch.zeros(4, dtype=torch.int64), macro, torch.arange(4))
@@ -157,7 +158,8 @@ def a2fm_apo(
     instant mode is hard.
 
     Args:
-        accuracy: ``[S]`` in [0, 1]. is_instant: ``[S]`` bool, whether a rollout answers without reasoning or tools.
+        accuracy: ``[S]`` in [0, 1].
+        is_instant: ``[S]`` bool, whether a rollout answers without reasoning or tools.
 
     >>> instant = torch.tensor([True, True, False, False])
     >>> a2fm_apo(torch.tensor([1.0, 1.0, 1.0, 0.0]), instant, None)
@@ -242,8 +244,9 @@ def hrpo(
     Assumed: ``A = z_group(R) + weight r_action`` with GRPO's ddof 1 and eps, and weight 1: the paper names the parts.
 
     Args:
-        action_rewards: ``[N]``. outcomes: ``[N]``, the reward of the system that each step built. A step that lacks
-            either is in no statistic and gets 0, as does one of no prompt or trajectory (a negative id).
+        action_rewards: ``[N]``.
+        outcomes: ``[N]``, the reward of the system that each step built. A step that lacks either reward is in no
+            statistic and gets 0, as does one of no prompt or trajectory (a negative id).
 
     >>> hrpo(torch.tensor([0.5, 0.0]), torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([0, 1]))
     tensor([ 1.2071, -0.7071])
@@ -376,7 +379,8 @@ def ib_tpo(
     Args:
         values, parent_values: ``[N]``, estimated chances of each node and of its parent.
         answer_values, root_values: ``[N]``, chances of the right answer from the node and from the question.
-        deviations: ``[N]`` sigma. reference: ``[N]``, the reference policy's probability of the step.
+        deviations: ``[N]`` sigma.
+        reference: ``[N]``, the reference policy's probability of the step.
 
     >>> ib_tpo(*(torch.tensor([x]) for x in (0.5, 0.25, 0.6, 0.5, 0.5, 0.3)))
     tensor([0.2240])

@@ -41,7 +41,7 @@ def d3s_samples(
     low ones is taken.
 
     Args:
-        advantages: ``[S]``; rewards choose the same units, for the variance is taken inside a group.
+        advantages: ``[S]``; rewards choose the same units, because the variance is taken inside a group.
 
     >>> d3s_samples(torch.tensor([0.0, 1.0, 5.0, 9.0]), None, 2)
     tensor([ True, False, False,  True])
@@ -119,8 +119,8 @@ def swarm_samples(
             that two nodes answered is two groups.
         seed: give every round its own. A group is drawn by its id, wherever its units stand.
         external: 2, as in the released recipe.
-        flat: False: only groups whose rewards differ may be drawn, for others give no advantage. The paper leaves the
-            choice to each node; the released code looks at no rewards.
+        flat: False: only groups whose rewards differ may be drawn, because others give no advantage. The paper leaves
+            the choice to each node; the released code looks at no rewards.
 
     Traps: what another model wrote is trained on as if this policy had written it: take its log-probabilities under
     this policy as ``old_logp``. Rewards are this node's.

@@ -75,7 +75,8 @@ def adora(
     ones (official code). Returns ``[S]`` float32.
 
     Args:
-        lengths: ``[S]`` floating point. is_correct: ``[S]`` bool.
+        lengths: ``[S]`` floating point.
+        is_correct: ``[S]`` bool.
         cutoff: wrong responses of this length or more are not in the mean: they were cut off. 4054 in the authors' code
             for language models, 4094 in that for vision models.
         without_success, without_mistake: whether a group that got everything wrong, or everything right, keeps its

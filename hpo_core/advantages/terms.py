@@ -45,7 +45,7 @@ def combine(
 ) -> torch.Tensor:
     """``A_u = sum_m k_m(u) a_m(u)``, up to 8 terms ``a_m = lambda (x - center) / scale``. Returns ``[U]`` float32.
 
-    With ``Share.SUM`` k is the term's coefficient c. Otherwise terms share:
+    lambda is that of :class:`GroupTerm`. With ``Share.SUM`` k is the term's coefficient c. Otherwise terms share:
     ``k_m = c_m s_m / (sum_j c_j s_j + share_eps)`` over the terms that are present at the unit (see :class:`Presence`),
     s being 1, the number of members of the group or its standard deviation; 0 where that sum does not exceed
     ``share_least``.

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from .. import ops
 from ..distributed import common_ids, gather
 from ..specs import OrderRule
-
-Group = torch.distributed.ProcessGroup
 
 
 class _Found(NamedTuple):
@@ -29,7 +28,12 @@ class _Found(NamedTuple):
 
 
 def quantiles_over_ranks(
-    values: torch.Tensor, scope: torch.Tensor, scopes: int, quantile: tuple[int, int], rule: OrderRule, group: Group
+    values: torch.Tensor,
+    scope: torch.Tensor,
+    scopes: int,
+    quantile: tuple[int, int],
+    rule: OrderRule,
+    group: ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Thresholds ``[C]`` float32 and counts ``[C, 2]`` of ``ops.order_statistics``, over the values of all ranks.
 
@@ -60,7 +64,7 @@ def top_k_over_ranks(
     scope_of_segment: torch.Tensor,
     k: torch.Tensor,
     uid: torch.Tensor,
-    group: Group,
+    group: ProcessGroup,
 ) -> torch.Tensor:
     """The values of this rank ``[T]`` bool among the ``k[c]`` largest of scope c over all ranks; of equal values those
     with the smallest (uid of the segment, rank, position).
@@ -90,7 +94,7 @@ def top_k_over_ranks(
     return counts & ((keys > least) | ((ties > 0) & (rank < torch.cat((allowed, k.new_zeros(1)))[segment])))
 
 
-def common_numbers(ids: torch.Tensor, names_may_be_negative: bool, group: Group) -> tuple[torch.Tensor, int]:
+def common_numbers(ids: torch.Tensor, names_may_be_negative: bool, group: ProcessGroup) -> tuple[torch.Tensor, int]:
     """Ids ``[N]`` as 0, 1, ... in the order of their values, the same on every rank, and how many there are. Unless
     negative names are allowed, a negative id means none and becomes -1. Synchronises."""
     ids = ids if names_may_be_negative else ids.clamp(min=-1)
@@ -114,7 +118,7 @@ def _wanted(k: torch.Tensor, population: torch.Tensor) -> torch.Tensor:
 
 
 def _allowed(
-    scope: torch.Tensor, uid: torch.Tensor, ties: torch.Tensor, needed: torch.Tensor, group: Group
+    scope: torch.Tensor, uid: torch.Tensor, ties: torch.Tensor, needed: torch.Tensor, group: ProcessGroup
 ) -> torch.Tensor:
     """The number of ties to select in each segment of this rank ``[N]``: scopes give in the order of uids."""
     parts = gather(torch.stack((scope, uid, ties), 1), group)
@@ -137,7 +141,7 @@ def _find(
     scope: torch.Tensor,
     scopes: int,
     index_of: Callable[[torch.Tensor], torch.Tensor],
-    group: Group,
+    group: ProcessGroup,
 ) -> _Found:
     """The value at the ascending index ``index_of(population)`` of each scope, by histograms ``[C, 2 ** bits]``."""
     keys, counts = _order_keys(values), _counts(values, scope)

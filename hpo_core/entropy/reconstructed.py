@@ -296,7 +296,8 @@ def seed_grpo(
     with as many meanings as answers it is log G.
 
     Args:
-        advantages: ``[S]``. cluster_ids: ``[S]``, equal for answers with the same meaning.
+        advantages: ``[S]``.
+        cluster_ids: ``[S]``, equal for answers with the same meaning.
         alpha: no number is known; at 1 a prompt whose answers all differ teaches nothing.
 
     Assumed: the linear of the three decreasing functions that are named, and shares of answers, not of probability.

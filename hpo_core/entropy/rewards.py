@@ -97,11 +97,10 @@ def ares_targets(
         memory: of the last target, 0: the mean of this batch replaces it.
         compat: "code": the target is the mean of the prompts' means, rounded, and ``alpha += rate (mean - target)``,
             with the opposite sign for hard problems, within ``[0, most]``; 0.05 and 2 are the code's.
-
         process_group: means are over the responses of these ranks.
 
-    A difficulty without responses keeps its numbers. A mean of prompts at a half may be rounded up or down, for the
-    means are float32; the code's are float64.
+    A difficulty without responses keeps its numbers. A mean of prompts at a half may be rounded up or down, because
+    the means are float32; the code's are float64.
 
     >>> given = torch.tensor([4.0, 6.0, 1.0]), torch.tensor([0, 0, 2])
     >>> ares_targets(*given, AresTargets.start()).target

@@ -113,8 +113,10 @@ def empg(
 
     Args:
         advantages: ``[S]`` of rows, spread over their steps.
-        entropy: ``[T]`` in nats. batch: with steps.
-        k, k_next: 1 in the worked example. zeta: 0.05; no number could be verified.
+        entropy: ``[T]`` in nats.
+        batch: with steps.
+        k, k_next: 1 in the worked example.
+        zeta: 0.05; no number could be verified.
 
     Where all steps have equal entropies h is 0. A step without entropies gets 0. Ranges with equal ``step_ids``, in
     several rows of a trajectory, too, are one step: one mean, one unit of statistics, the advantage of its first row.
@@ -214,7 +216,8 @@ def hapo_advantages(
     2509.16591). Returns ``[S]`` float32.
 
     Args:
-        rewards: ``[S]``. lengths: ``[S]`` floating point, valid tokens of each response.
+        rewards: ``[S]``.
+        lengths: ``[S]`` floating point, valid tokens of each response.
         compat: "code": GRPO's advantages for the whole batch if one of these reaches 5.
 
     The deviation is biased (ddof 0), as in the code. Equal rewards give 0.

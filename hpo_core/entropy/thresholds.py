@@ -43,8 +43,8 @@ def archer(
         kl_reasoning: the factor on the penalty of tokens that reason, 0; that of the others is 1.
         compat: "code": *above* the quantile, so that a token equal to it, as in a response of one token, is knowledge.
 
-    Traps: per response, for with a batch's threshold few tokens of confident responses would reason. The code averages
-    the penalty of each class over its own tokens.
+    Traps: per response, because with a batch's threshold few tokens of confident responses would reason. The code
+    averages the penalty of each class over its own tokens.
 
     >>> entropy = torch.tensor([0.05, 0.1, 1.2, 0.9, 0.8])
     >>> archer(entropy, PackedBatch.from_lengths([5])).bounds[1]
@@ -101,17 +101,18 @@ def hicra_tokens(
     advantages: torch.Tensor,
     batch: PackedBatch,
     *,
-    ratio: str | Fraction | float = "0.3",
+    share: str | Fraction | float = "0.3",
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """HICRA's planning tokens as a port of the authors' code has them: entropies above the order statistic
-    ``floor((1 - ratio) L)`` of their response, where its advantage is positive and it is longer than its group's mean.
+    ``floor((1 - share) L)`` of their response, where its advantage is positive and it is longer than its group's mean.
     ``[T]`` bool, for :func:`hpo_core.advantages.hicra` (arXiv 2509.03646).
 
     Args:
-        entropy: ``[T]`` in nats. advantages: ``[S]``.
-        ratio: 0.3.
+        entropy: ``[T]`` in nats.
+        advantages: ``[S]``.
+        share: 0.3.
         process_group: groups span these ranks, and the call synchronises.
 
     The paper itself takes the tokens of strategic phrases, found by their text: pass those as ``is_planning``.
@@ -121,13 +122,13 @@ def hicra_tokens(
     tensor([False,  True, False, False, False])
     """
     check_rows(batch, advantages=advantages)
-    share = 1 - exact_fraction("ratio", ratio)
+    below = 1 - exact_fraction("share", share)
     given, row = read(batch, entropy=entropy), batch.row_of_token()
     slot = torch.where(given.usable, row, batch.rows)
     length = torch.zeros(batch.rows + 1, dtype=torch.int64, device=row.device)
     length = length.scatter_add_(0, slot, given.usable.to(torch.int64))[:-1]
-    # The statistic is the least of the largest L - floor(share L).
-    kept = length - torch.div(length * share.numerator, share.denominator, rounding_mode="floor")
+    # The statistic is the least of the largest L - floor(below L).
+    kept = length - torch.div(length * below.numerator, below.denominator, rounding_mode="floor")
     values = torch.where(given.usable, entropy.detach(), torch.nan)
     largest = torch.where(top_k(values, batch, kept, backend=backend), values, torch.nan)
     least = segment_aggregate(largest, batch, "row", aggregate="min", expand=False, backend=backend)
@@ -160,7 +161,7 @@ def d3s_tokens(
     advantages: torch.Tensor,
     batch: PackedBatch,
     *,
-    ratio: str | Fraction | float = "0.2",
+    share: str | Fraction | float = "0.2",
     rows_mask: torch.Tensor | None = None,
     uid: torch.Tensor | None = None,
     keeps_zeros: bool = False,
@@ -168,12 +169,12 @@ def d3s_tokens(
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
 ) -> Selection:
-    """D3S' tokens: exactly ``ceil(ratio n)`` of the call's n tokens, those of the largest ``|A| H`` (arXiv 2509.22115).
+    """D3S' tokens: exactly ``ceil(share n)`` of the call's n tokens, those of the largest ``|A| H`` (arXiv 2509.22115).
     Returns a :class:`Selection` with a mask.
 
     Args:
         entropy: ``[T]`` in nats, over the whole vocabulary.
-        ratio: the paper says "under 20 %"; :func:`d3s_schedule` moves it.
+        share: the paper says "under 20 %"; :func:`d3s_schedule` moves it.
         rows_mask: ``[S]`` bool, the responses that :func:`hpo_core.advantages.d3s_samples` kept; the tokens of others
             are neither counted nor selected.
         uid: ``[S]`` integers, by which ties are decided, whatever the order of rows. Default: the order of rows.
@@ -185,10 +186,10 @@ def d3s_tokens(
     not stated: ``token_mean(batch, selected=selection.mask)`` counts the selected, the default all tokens.
 
     >>> entropy, advantages = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([1.0, 0.1])
-    >>> d3s_tokens(entropy, advantages, PackedBatch.from_lengths([2, 1]), ratio="0.5").mask
+    >>> d3s_tokens(entropy, advantages, PackedBatch.from_lengths([2, 1]), share="0.5").mask
     tensor([ True,  True, False])
     """
-    share = exact_fraction("ratio", ratio)
+    share = exact_fraction("share", share)
     given = read(batch, entropy=entropy)
     kept = given.usable
     if rows_mask is not None:
@@ -207,18 +208,19 @@ def d3s_tokens(
 def d3s_schedule(
     progress: float, first: tuple[int, Fraction | str], last: tuple[int, Fraction | str]
 ) -> tuple[int, Fraction]:
-    """Responses per prompt and the ratio of tokens at a point of the training: linear from ``first`` to ``last`` (arXiv
-    2509.22115), the ratio to the nearest fraction that :func:`d3s_tokens` takes. The paper goes from few to many and
+    """Responses per prompt and the share of tokens at a point of the training: linear from ``first`` to ``last`` (arXiv
+    2509.22115), the share to the nearest fraction that :func:`d3s_tokens` takes. The paper goes from few to many and
     gives no numbers.
 
     Args:
-        progress: in [0, 1]. first, last: each a count of responses and a ratio of tokens.
+        progress: in [0, 1].
+        first, last: each a count of responses and a share of tokens.
 
     >>> d3s_schedule(0.25, (4, "0.1"), (8, "0.5"))
     (5, Fraction(1, 5))
     """
     check(0 <= progress <= 1, "progress: expected a number in [0, 1], got {}", progress)
     p = Fraction(str(progress))
-    ratios = [exact_fraction(name, ratio) for name, (_, ratio) in (("first", first), ("last", last))]
-    ratio = ((1 - p) * ratios[0] + p * ratios[1]).limit_denominator(LARGEST_DENOMINATOR)
-    return round((1 - p) * first[0] + p * last[0]), ratio
+    shares = [exact_fraction(name, share) for name, (_, share) in (("first", first), ("last", last))]
+    share = ((1 - p) * shares[0] + p * shares[1]).limit_denominator(LARGEST_DENOMINATOR)
+    return round((1 - p) * first[0] + p * last[0]), share

@@ -230,47 +230,47 @@ class EntropyWindow:
         return WindowState(threshold, population, errors, _scorer(self, values, backend))
 
 
-def forking_tokens(ratio: str | Fraction | float = "0.2", *, scope: str = "batch") -> EntropyWindow:
-    """The top ``ratio`` of tokens by entropy, ``H_t >= x_(ceil((1 - ratio)(n - 1)))`` (80/20 rule, arXiv 2506.01939).
+def forking_tokens(share: str | Fraction | float = "0.2", *, scope: str = "batch") -> EntropyWindow:
+    """The top ``share`` of tokens by entropy, ``H_t >= x_(ceil((1 - share)(n - 1)))`` (80/20 rule, arXiv 2506.01939).
 
-    The mask keeps ``1 + floor(ratio (n - 1))`` tokens without ties; ties with the threshold are kept. ``ratio``: 0.2 in
+    The mask keeps ``1 + floor(share (n - 1))`` tokens without ties; ties with the threshold are kept. ``share``: 0.2 in
     the paper; a decimal (string or float) means the exact fraction that its digits spell.
 
     Traps: the paper divides the loss by the number of *selected* tokens
     (``aggregation.token_mean(batch, selected=mask)``), TRL by all valid ones (the default here), a factor of about
-    ``ratio``. The paper takes the threshold per (micro-)batch (``scope="call"``).
+    ``share``. The paper takes the threshold per (micro-)batch (``scope="call"``).
 
     >>> forking_tokens().quantile
     Fraction(4, 5)
     """
-    keep = exact_fraction("ratio", ratio)
+    keep = exact_fraction("share", share)
     return EntropyWindow(
         "forking_tokens", 1 - keep, scope=scope, source="arXiv 2506.01939", provenance=Provenance.VERIFIED
     )
 
 
 @examines
-def ares(window: int = 4, quantile: str | Fraction | float = "0.95", *, scope: str = "batch") -> EntropyWindow:
+def ares(width: int = 4, quantile: str | Fraction | float = "0.95", *, scope: str = "batch") -> EntropyWindow:
     """High-entropy windows of ARES: forward means at or above their batch quantile (arXiv 2510.08457).
 
-    ``Hbar_t = mean of H over {t, ..., t + window - 1}``, full windows only: those inside the response. The mask is
-    ``Hbar_t >= tau`` with tau the exact batch quantile of the same window means. With ``window=1`` it is
+    ``Hbar_t = mean of H over {t, ..., t + width - 1}``, full windows only: those inside the response. The mask is
+    ``Hbar_t >= tau`` with tau the exact batch quantile of the same window means. With ``width=1`` it is
     ``forking_tokens("0.05")``.
 
     Args:
-        window: 4 (the paper finds 4 to 8 best).
+        width: 4 (the paper finds 4 to 8 best).
         quantile: 0.95.
 
     Traps: the paper defines tau three ways, one of them a quantile of *token* entropies against which few windows pass;
-    its code uses ``{t + 1, ..., t + window}`` and a median of per-sequence quantiles. This is the batch-scope threshold
+    its code uses ``{t + 1, ..., t + width}`` and a median of per-sequence quantiles. This is the batch-scope threshold
     of appendix H, taken on the compared signal itself.
 
     >>> ares().last
     3
     """
-    check(window >= 1, "window: expected a width >= 1, got {}", window)
+    check(width >= 1, "width: expected a number >= 1, got {}", width)
     return EntropyWindow(
-        "ares", exact_fraction("quantile", quantile), 0, window - 1, scope=scope, source="arXiv 2510.08457",
+        "ares", exact_fraction("quantile", quantile), 0, width - 1, scope=scope, source="arXiv 2510.08457",
         provenance=Provenance.PAPER,
     )  # fmt: skip
 

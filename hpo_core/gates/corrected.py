@@ -179,6 +179,7 @@ def dppo_tv(
 
     Args:
         low, high: 0.15 as in verl; prime-rl takes 0.2.
+        ratio_cap: absolute, 20 as in verl.
         channel: whose q: STALENESS ``old_logp`` as in verl, TOTAL ``rollout_logp`` as in the authors' code.
 
     >>> dppo_tv().corrections[0].statistic.name
@@ -192,10 +193,11 @@ def dppo_tv(
 @examines
 def dppo_kl(delta: float = 0.05, ratio_cap: float = 20.0, channel: Channel = Channel.STALENESS) -> RatioGate:
     """DPPO with the binary KL: as :func:`dppo_tv`, a token counting while ``KL(q || p)`` of "this token or another" is
-    at most ``delta`` or it moves back.
+    at most ``delta`` or it moves back (arXiv 2602.04879; verl).
 
     Args:
-        delta: 0.05 as in verl.
+        delta: in nats, 0.05 as in verl.
+        ratio_cap, channel: as in :func:`dppo_tv`.
 
     >>> dppo_kl().corrections[0].high
     (0.05, inf)

@@ -180,7 +180,8 @@ def clip_cov_mask(
     share: float = 2e-4,
     low: float = 1.0,
     high: float = 5.0,
-    eps: tuple[float, float] = (0.2, 0.2),
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
     advantage_level: str | None = None,
 ) -> GateInputs:
     """``gate_inputs`` for :func:`clip_cov`: a mask that is False for a few tokens drawn among those of high covariance.
@@ -192,7 +193,7 @@ def clip_cov_mask(
     Args:
         seed: any integer; give every optimiser step its own.
         share, low, high: 2e-4, 1 and 5 as in verl (arXiv 2505.22617).
-        eps: of the PPO clip.
+        eps_low, eps_high: those of the gate.
         advantage_level: as in :func:`~hpo_core.policy_loss`.
 
     >>> batch = PackedBatch.from_lengths([2, 2])
@@ -201,11 +202,11 @@ def clip_cov_mask(
     3
     """
     check(low <= high, "low: expected low <= high, got {} and {}", low, high)
-    check_epsilons(*eps, ("eps[0]", "eps[1]"))
+    check_epsilons(eps_low, eps_high)
     _check_policies(batch, logp, old_logp)
     covariance, advantage, counted = _covariance(logp, advantages, batch, advantage_level)
     ratio = torch.where(counted, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
-    clipped = ((advantage > 0) & (ratio > 1 + eps[1])) | ((advantage < 0) & (ratio < 1 - eps[0]))
+    clipped = ((advantage > 0) & (ratio > 1 + eps_high)) | ((advantage < 0) & (ratio < 1 - eps_low))
     eligible = counted & (covariance > low) & (covariance < high) & ~clipped & ~ratio.isnan()
     draw = _draws(logp.numel(), seed, logp.device)
     return GateInputs(token_mask=~_greatest(draw, eligible, share, batch, counted))
@@ -310,7 +311,8 @@ def gbpo_target(
     the group.
 
     Args:
-        scores: ``[S]``. group_ids: ``[S]`` integers; a negative one means none: a group of one. None: one group.
+        scores: ``[S]``.
+        group_ids: ``[S]`` integers; a negative one means none: a group of one. None: one group.
         eps_low, eps_high, temperature: 0.2, 0.2 and 1, the code's. A group of one has median 0 and std 1, as there.
 
     >>> gbpo_target(torch.tensor([0.0, 1.0, 2.0])).target

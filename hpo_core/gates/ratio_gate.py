@@ -143,6 +143,16 @@ class RatioGate(Short):
     required: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self._check_kinds()
+        self._check_levels()
+        self._check_head()
+        self._check_numbers()
+        object.__setattr__(self, "_spec", self._make_spec())
+        object.__setattr__(self, "_facts", self._make_facts())
+        needed = {"target": "gates.GateInputs(target=...)"} if self.takes_target else {}
+        object.__setattr__(self, "required", needed | dict(self.needs))
+
+    def _check_kinds(self) -> None:
         kinds = (Identity, Drop, Clip, LogClip)
         require_type(isinstance(self.token, kinds), "token: expected {}, got {!r}", names_of(kinds), self.token)
         check_member("head", self.head, Head)
@@ -163,6 +173,20 @@ class RatioGate(Short):
             "levels: expected a tuple of Level, got {!r}",
             self.levels,
         )
+        require_type(
+            isinstance(self.corrections, tuple) and all(isinstance(each, Correction) for each in self.corrections),
+            "corrections: expected a tuple of Correction, got {!r}",
+            self.corrections,
+        )
+        require_type(
+            isinstance(self.needs, tuple)
+            and all(isinstance(pair, tuple) and pair[0] in GateInputs._fields for pair in self.needs),
+            "needs: expected pairs of a field of GateInputs ({}) and the call that makes it, got {!r}",
+            ", ".join(GateInputs._fields),
+            self.needs,
+        )
+
+    def _check_levels(self) -> None:
         units = [level.unit for level in self.levels]
         check(
             all(finer < coarser for finer, coarser in itertools.pairwise(units)),
@@ -192,6 +216,17 @@ class RatioGate(Short):
             "pre: a clip of x takes the place of what is aggregated, and so does e^x under Aggregate.LOG_MEAN_EXP; "
             "drop pre= or take Aggregate.MEAN",
         )
+        beyond = self.token if isinstance(self.token, Clip) else Clip()
+        check(
+            not self.split or beyond.slope_low == beyond.slope_high == (0.0, 0.0),
+            "token: beyond its bounds a clip of two channels has no slope; drop split= or the slopes",
+        )
+        check(
+            len(self.levels) == 0 or beyond.weight_low == beyond.weight_high == (1.0, 1.0),
+            "token: weights beyond its bounds are for a token's own ratio; drop the levels or the weights",
+        )
+
+    def _check_head(self) -> None:
         check(
             self.head is Head.SCORE or not any(isinstance(level.gate, Gamma) for level in self.levels),
             "levels: Gamma does not agree with the ratio to first order, so it is a weight; use Head.SCORE",
@@ -204,16 +239,15 @@ class RatioGate(Short):
             self.head.name,
             self.levels,
         )
-        beyond = self.token if isinstance(self.token, Clip) else Clip()
-        check(
-            not self.split or beyond.slope_low == beyond.slope_high == (0.0, 0.0),
-            "token: beyond its bounds a clip of two channels has no slope; drop split= or the slopes",
-        )
-        check(
-            len(self.levels) == 0 or beyond.weight_low == beyond.weight_high == (1.0, 1.0),
-            "token: weights beyond its bounds are for a token's own ratio; drop the levels or the weights",
-        )
         check(self.channel is not Channel.DISCREPANCY, "channel: it has no gradient; take Channel.STALENESS or TOTAL")
+        check(
+            self.head in _OWN_GRADIENT
+            or not isinstance(self.token, Drop)
+            or (len(self.levels) > 0 and self.levels[0].routing is not Routing.STOPPED),
+            "token: Drop() under the linear head has no gradient unless the finest level carries it; use Head.SCORE",
+        )
+
+    def _check_numbers(self) -> None:
         check(
             self.head not in _LEAST or all(map(operator.ge, self.head_numbers, _LEAST[self.head])),
             "head_numbers: expected at least {} for A >= 0 and A < 0 with Head.{}, got {}",
@@ -232,28 +266,6 @@ class RatioGate(Short):
             "advantage_weights: expected numbers that are finite in float32, got {}",
             self.advantage_weights,
         )
-        check(
-            self.head in _OWN_GRADIENT
-            or not isinstance(self.token, Drop)
-            or (len(self.levels) > 0 and self.levels[0].routing is not Routing.STOPPED),
-            "token: Drop() under the linear head has no gradient unless the finest level carries it; use Head.SCORE",
-        )
-        require_type(
-            isinstance(self.corrections, tuple) and all(isinstance(each, Correction) for each in self.corrections),
-            "corrections: expected a tuple of Correction, got {!r}",
-            self.corrections,
-        )
-        require_type(
-            isinstance(self.needs, tuple)
-            and all(isinstance(pair, tuple) and pair[0] in GateInputs._fields for pair in self.needs),
-            "needs: expected pairs of a field of GateInputs ({}) and the call that makes it, got {!r}",
-            ", ".join(GateInputs._fields),
-            self.needs,
-        )
-        object.__setattr__(self, "_spec", self._make_spec())
-        object.__setattr__(self, "_facts", self._make_facts())
-        needed = {"target": "gates.GateInputs(target=...)"} if self.takes_target else {}
-        object.__setattr__(self, "required", needed | dict(self.needs))
 
     @property
     def level(self) -> Level | None:

@@ -44,6 +44,12 @@ def gspo_token(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
 
     Equal to :func:`gspo` in value and gradient where ``w A`` is constant on the trajectory; differs for token-level
     advantages.
+
+    Args:
+        eps_low, eps_high: epsilons on s, those of :func:`gspo`.
+
+    >>> gspo_token().first_order.name
+    'EXACT'
     """
     level = Level(_pessimistic(eps_low, eps_high), Routing.SELF)
     return RatioGate("gspo_token", Drop(), (level,), source="arXiv 2507.18071", provenance=Provenance.VERIFIED)

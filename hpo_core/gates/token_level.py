@@ -52,10 +52,13 @@ def ppo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
 
 @examines
 def dapo(eps_low: float = 0.2, eps_high: float = 0.28) -> RatioGate:
-    """DAPO's clip-higher: PPO's surrogate with a wider upper bound (arXiv 2503.14476, defaults of the paper).
+    """DAPO's clip-higher: PPO's surrogate with a wider upper bound (arXiv 2503.14476).
 
     DAPO also aggregates by ``aggregation.token_mean`` over the whole optimiser step and uses no KL; both are arguments
     of the loss, not of the gate.
+
+    Args:
+        eps_low, eps_high: epsilons, 0.2 and 0.28 as in the paper.
 
     >>> dapo().token.high[0]
     1.28
@@ -151,6 +154,10 @@ def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | N
     """PPO's clip with HAPO's bounds, wider where the entropy is high: pass ``gate_inputs=hapo_bounds(entropy, batch)``
     (repository starriver030515/HAPO).
 
+    Args:
+        eps_low, eps_high: where a bound is None; else the bounds replace them.
+        ratio_dual: as in :func:`ppo_clip`; 3 as in verl.
+
     >>> hapo_clip().needs[0]
     ('bounds', 'gates.hapo_bounds(entropy, batch)')
     """
@@ -162,6 +169,10 @@ def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | N
 def archer_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = 3.0) -> RatioGate:
     """PPO's clip with two pairs of bounds, by entropy class: pass ``gate_inputs=archer_bounds(wide)`` (Archer, whose
     second version is ASPO, arXiv 2510.06062).
+
+    Args:
+        eps_low, eps_high: where a bound is None; else the bounds replace them.
+        ratio_dual: as in :func:`ppo_clip`; 3 as in verl.
 
     >>> archer_clip().needs[0]
     ('bounds', 'gates.archer_bounds(wide)')
@@ -190,6 +201,9 @@ def clip_cov(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
     """Clip-Cov: PPO's clip, with a few tokens of high covariance taken out: pass ``gate_inputs=clip_cov_mask(...)``
     (arXiv 2505.22617; verl).
 
+    Args:
+        eps_low, eps_high, ratio_dual: as in :func:`ppo_clip`.
+
     >>> clip_cov().token.high[0]
     1.2
     """
@@ -205,6 +219,9 @@ def capo(eps_low: float = 0.2, eps_high: float = 0.2) -> RatioGate:
     The paper keeps a token where the quadratic model of the step, ``m_H = g D + D H D / 2`` and ``m_F = D F D / 2`` of
     a simulated optimiser step D, stays below 0.01 and 1e-4: that needs the optimiser, so it is the trainer's to
     compute.
+
+    Args:
+        eps_low, eps_high: as in :func:`ppo_clip`.
 
     >>> capo().name
     'capo'

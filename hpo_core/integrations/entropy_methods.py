@@ -76,7 +76,8 @@ def selection_tensors(
     """The selection of a rollout, by key of the trainer's batch, ``[B, L]`` each.
 
     Args:
-        mask: ``[B, L]`` bool. advantages: ``[B]`` or ``[B, L]``.
+        mask: ``[B, L]`` bool.
+        advantages: ``[B]`` or ``[B, L]``.
         given: what else there is, by name; tensors ``[B, L]`` are passed as ``[T]``.
     """
     batch = PackedBatch.from_padded(mask, group_ids=group_ids)

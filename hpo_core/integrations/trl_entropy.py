@@ -15,7 +15,8 @@ def entropy_bonus(trainer: Any, entropies: torch.Tensor, selected: torch.Tensor,
     target and takes it away above. The state lives in TRL's own attributes, which its checkpoints hold.
 
     Args:
-        entropies: ``[B, L]`` float32, with a gradient. selected: ``[B, L]`` bool.
+        entropies: ``[B, L]`` float32, with a gradient.
+        selected: ``[B, L]`` bool.
     """
     total, count = torch.where(selected, entropies, 0.0).sum(), selected.sum()
     adaptive, config = trainer.use_adaptive_entropy, trainer.args

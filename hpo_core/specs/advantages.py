@@ -68,7 +68,8 @@ class Share(enum.IntEnum):
 class GroupTerm:
     """``a = lambda (x - center) / scale``, statistics over the weighted members of a group.
 
-    ``ddof``: 1 divides the variance by W - 1 (torch.std), 0 by W (numpy.std), W the sum of weights.
+    lambda is 1, or W / (W - w) for LEAVE_ONE_OUT: w is the weight of the unit, W the sum of weights.
+    ``ddof``: 1 divides the variance by W - 1 (torch.std), 0 by W (numpy.std).
     ``keep_singletons``: a group of one member keeps its raw value (centre 0, scale 1, for BATCH that of the batch)
     instead of exactly 0. A unit equal to its group's centre gets exactly 0, whatever eps; so does every unit where the
     scale, eps included, is not above 0, and for MEAN and ROOT_MEAN where the mean is not.

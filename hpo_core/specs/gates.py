@@ -23,9 +23,7 @@ class LevelKind(enum.IntEnum):
 
     IDENTITY = 0
     CLIP = 1  # clamp(u, low, high)
-    ROLLBACK = (
-        2  # u up to C = high; beyond, back to 0 with -slope (negative: the segment's size, at most -slope); then 0
-    )
+    ROLLBACK = 2  # u up to C = high, then back to 0 at rate slope (negative: the segment's size, at most -slope)
     TANH = 3  # C tanh(u / C), C = high
     GAMMA = 4  # high + low u - high e^u: the logarithm of a gamma density in e^u
     EXCESS = 5  # 0 up to n high, n the segment's size; beyond, n high - u

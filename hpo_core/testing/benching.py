@@ -93,10 +93,11 @@ def bench(
     A function that raises, or computes another loss or gradient, is not timed; the table says so.
 
     Args:
-        fn: a function as in :func:`check` for the op ``"policy_loss"``. padded: as in :func:`check`.
+        fn: a function as in :func:`check` for the op ``"policy_loss"``.
         gate: default ``gates.ppo_clip()``.
-        tokens: the size of the batch. rows: the number of rows of equal length; default: one for each 1024 tokens. A
-            fifth of the tokens is masked.
+        tokens: the size of the batch, of which a fifth is masked.
+        rows: the number of rows of equal length; default: one for each 1024 tokens.
+        padded: as in :func:`check`.
         compiled: False leaves ``torch.compile`` out, whose first call takes seconds to minutes.
         seconds: the time for samples, all contestants in turn.
         backend: the backend of hpo_core.

@@ -137,7 +137,8 @@ def check(
         window: the window of ``"window_mask"``. Default ``entropy.forking_tokens()``.
         padded: ``fn`` takes tensors of tokens as ``[B, L]``, and as batch the mask ``[B, L]``.
         gradient: False for a loss or penalty without one: promises about gradients are then not supported.
-        examples: the number of examples per promise. seed: the seed of the search, which decides the fault it finds.
+        examples: the number of examples per promise.
+        seed: the seed of the search, which decides the fault it finds.
         only: names from :func:`promises`. Default: all.
         features: optional inputs of a policy loss, from ``FEATURES``. Default: the inputs that ``fn`` takes. A promise
             that needs another one is not supported.

@@ -17,7 +17,7 @@ from .. import ops
 from ..arguments import examines
 from ..batch import PackedBatch, alone_without, renumber, takes_padded
 from ..checks import check, check_dtype, check_tokens, check_units
-from ..specs import OrderRule
+from ..specs import GroupStatistics, OrderRule
 from .ratio_gate import GateInputs
 from .token_level import check_epsilons
 
@@ -312,6 +312,9 @@ def gbpo_target(
         scores: ``[S]``. group_ids: ``[S]`` integers; a negative one means none: a group of one. None: one group.
         eps_low, eps_high, temperature: 0.2, 0.2 and 1, the code's. A group of one has median 0 and std 1, as there.
 
+    A score that is not finite is in no median and no deviation, and gets a target of NaN, with which the loss leaves it
+    out and counts it.
+
     >>> gbpo_target(torch.tensor([0.0, 1.0, 2.0])).target
     tensor([0.9076, 1.0000, 1.0924])
     """
@@ -319,23 +322,17 @@ def gbpo_target(
     check_dtype("scores", scores, _NUMBERS, "use scores.float()")
     check_epsilons(eps_low, eps_high)
     check(temperature > 0, "temperature: expected a number above 0, got {}", temperature)
-    x = scores.double()
+    x = scores.detach().float()
+    x = torch.where(x.isfinite(), x, torch.nan)  # which is sorted to the end
     ids = torch.zeros(x.shape, dtype=torch.int64, device=x.device) if group_ids is None else group_ids
-    group, _, _ = renumber(alone_without(ids))
-    zeros = x.new_zeros(x.numel())
-    size = zeros.index_add(0, group, torch.ones_like(x))
-    mean = zeros.index_add(0, group, x) / size.clamp(min=1)
-    variance = zeros.index_add(0, group, (x - mean[group]).square()) / (size - 1).clamp(min=1)
-    alone = size == 1
-    std = torch.where(alone, torch.ones_like(variance), variance.sqrt())
-
+    group, ranks, _ = renumber(alone_without(ids))
+    found = GroupStatistics(*ops.group_statistics(x, group, None, None, None))
     by_score = x.argsort(stable=True)
-    ordered = x[by_score[group[by_score].argsort(stable=True)]]  # groups in order, scores in order within each
-    start = size.cumsum(0) - size
-    last = max(x.numel() - 1, 0)
-    middle = [(start + half).long().clamp(0, last) for half in ((size - 1).div(2).floor(), size.div(2).floor())]
-    median = torch.where(alone, torch.zeros_like(size), 0.5 * (ordered[middle[0]] + ordered[middle[1]]))
-    relative = (x - median[group]) / (std[group] + 1e-6)
+    ordered = x[by_score[group[by_score].argsort(stable=True)]].double()  # groups in order, scores within each
+    start, last = torch.searchsorted(ranks, group), (found.members.long() - 1).clamp(min=0)
+    alone = found.members == 1
+    median = 0.5 * (ordered[start + last // 2] + ordered[start + (last + 1) // 2]).masked_fill(alone, 0.0)
+    relative = (x - median) / (found.deviation(1).masked_fill(alone, 1.0) + 1e-6)
     target = 1 - eps_low + (eps_low + eps_high) * torch.sigmoid(relative / temperature)
     return GateInputs(target=target.to(scores.dtype))
 

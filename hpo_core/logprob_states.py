@@ -62,11 +62,12 @@ def part(
 
 
 def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.0) -> LogprobState:
-    """The state of several parts together: ``s = s_1 + c (1 + s_2)`` and ``w = w_1 + c (w_2 + delta (1 + s_2))``.
+    """The state of several parts together: ``s = s_1 + sum c_i (1 + s_i)`` and
+    ``w = w_1 + sum c_i (w_i + delta_i (1 + s_i))`` over the other parts i.
 
-    Part 1 has the greater logit, ``m_1 >= m_2``; ``delta = (m_1 - m_2) / temperature`` and ``c = e^-delta``.
+    Part 1 has the greatest logit m; ``delta_i = (m - m_i) / temperature`` and ``c_i = e^-delta_i``.
 
-    Parts are merged one after the other in float64, and the result is rounded once: the same order gives the same bits
+    Parts are added up in their order in float64, and the result is rounded once: the same order gives the same bits
     on every rank. Each part of a vocabulary occurs once; there may be any number of parts, and a merged state can be
     merged again. The result has the shape and dtype of the first state. Which rows are ignored is unknown here: each
     temperature is above 0.

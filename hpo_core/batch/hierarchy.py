@@ -91,5 +91,9 @@ def alone_without(ids: torch.Tensor) -> torch.Tensor:
     return torch.where(ids < 0, -1 - torch.arange(ids.numel(), device=ids.device), ids)
 
 
-def row_counts(batch: PackedBatch) -> torch.Tensor:
-    return ops.row_counts(batch.mask, batch.cu_seqlens, batch.total_tokens, None)
+def row_counts(batch: PackedBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
+    """The valid tokens of each row, ``[S]`` int64; with a mask ``[T]`` the chosen ones among them."""
+    mask = batch.mask
+    if chosen is not None:
+        mask = (chosen if mask is None else chosen & mask).contiguous()
+    return ops.row_counts(mask, batch.cu_seqlens, batch.total_tokens, None)

@@ -13,7 +13,7 @@ import torch
 
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, check_compat, known
-from ..batch import PackedBatch, renumber
+from ..batch import PackedBatch, renumber, row_counts
 from ..checks import check, check_rows, check_units
 from ..gates.inputs import of_row
 from ..segments import chains, statistics
@@ -84,11 +84,9 @@ def ettrl(
 
 def _means(given: Signal, batch: PackedBatch, padded: bool, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean entropy of each row, and the mean of those of its group, ``[S]`` float64 each; 0 where there is none."""
-    row = batch.row_of_token()
-    mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
+    mean = means_of_segments(given.values, batch.row_of_token(), batch.rows, given.usable, backend)
     if padded:  # the padded length is the same for all rows, and cancels
-        count = torch.zeros_like(mean)
-        mean = mean * count.scatter_add_(0, row.clamp(min=0), given.usable.to(mean.dtype)) if batch.rows else mean
+        mean = mean * row_counts(batch, given.usable)
     of_group = statistics(mean.to(given.dtype), batch.group_ids, backend=backend)
     known_mean = torch.isfinite(mean)
     return torch.where(known_mean, mean, 0.0), torch.where(known_mean, of_group.mean, 0.0)

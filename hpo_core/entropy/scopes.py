@@ -14,7 +14,7 @@ import torch.distributed
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch, renumber
+from ..batch import PackedBatch, alone_without, renumber
 from ..checks import check, check_device, check_dtype, check_shape, examined, require_type
 from ..specs import OrderRule
 from .aggregates import flat_values
@@ -279,10 +279,10 @@ def _steps(batch: PackedBatch, group: torch.distributed.ProcessGroup | None) -> 
     steps = count = batch.num_steps or 0
     number = torch.arange(steps, device=batch.device)
     if batch.step_ids is not None:
-        own = -1 - number
+        own = number
         if group is not None:  # ranges without a name stay with their rank
-            own = own * torch.distributed.get_world_size(group) - torch.distributed.get_rank(group)
-        number, count = _names(torch.where(batch.step_ids < 0, own, batch.step_ids), group)
+            own = number * torch.distributed.get_world_size(group) + torch.distributed.get_rank(group)
+        number, count = _names(alone_without(batch.step_ids, own), group)
     if batch.cu_steps is not None:
         segments, scope = batch.cu_steps, None if batch.step_ids is None else number
     elif steps == 0:

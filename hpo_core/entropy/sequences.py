@@ -13,7 +13,7 @@ import torch
 
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, check_compat, known
-from ..batch import PackedBatch, renumber, row_counts
+from ..batch import PackedBatch, alone_without, first_of_each, row_counts
 from ..checks import check, check_rows, check_units
 from ..gates.inputs import of_row
 from ..segments import chains, statistics
@@ -144,11 +144,9 @@ def empg(
 
 def _first_ranges(batch: PackedBatch) -> torch.Tensor:
     """The first range with the step id of each range, ``[N]`` int64; a range without a name is a step of its own."""
-    own = torch.arange(batch.num_steps or 0, device=batch.device)
     if batch.step_ids is None:
-        return own
-    number, ascending, order = renumber(torch.where(batch.step_ids < 0, -1 - own, batch.step_ids))
-    return order[torch.searchsorted(ascending, number)]
+        return torch.arange(batch.num_steps or 0, device=batch.device)
+    return first_of_each(alone_without(batch.step_ids))
 
 
 @preset(Provenance.VERIFIED, level="token")

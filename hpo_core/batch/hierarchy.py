@@ -36,7 +36,7 @@ def hierarchy_of(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
     # Kernels check leaves and read them again later; copies cannot be refilled in between.
     if Unit.STEP in units and batch.rows > 0:  # without rows every step is empty
         begin, end = (offsets.clone() for offsets in batch.step_ranges())
-        row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), begin, right=True).clamp(max=max(batch.rows - 1, 0))
+        row = row_at(batch, begin).clamp(max=batch.rows - 1)
     else:
         begin, end = batch.cu_seqlens[:-1].clone(), batch.cu_seqlens[1:].clone()
         row = torch.arange(batch.rows, device=batch.device)
@@ -91,6 +91,11 @@ def alone_without(ids: torch.Tensor, finer: torch.Tensor | None = None) -> torch
     these segments, which are then one by themselves. Default: for each place."""
     own = torch.arange(ids.numel(), device=ids.device) if finer is None else finer
     return torch.where(ids < 0, -1 - own, ids)
+
+
+def row_at(batch: PackedBatch, token: torch.Tensor) -> torch.Tensor:
+    """The row of each of these tokens, int64; the number of rows for one behind the last. Empty rows hold no token."""
+    return torch.searchsorted(batch.cu_seqlens[1:].contiguous(), token, right=True)
 
 
 def row_counts(batch: PackedBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:

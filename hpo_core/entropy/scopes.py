@@ -14,7 +14,7 @@ import torch.distributed
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch, alone_without, renumber
+from ..batch import PackedBatch, alone_without, renumber, row_at
 from ..checks import check, check_device, check_dtype, check_shape, examined, require_type
 from ..specs import OrderRule
 from .aggregates import flat_values
@@ -291,8 +291,7 @@ def _steps(batch: PackedBatch, group: torch.distributed.ProcessGroup | None) -> 
         assert batch.steps is not None
         segments = batch.steps.reshape(-1)
         scope = torch.stack((number, torch.full_like(number, -1)), 1).reshape(-1)[:-1].contiguous()
-    last_row = max(batch.rows - 1, 0)
-    row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), segments[:-1], right=True).clamp(max=last_row)
+    row = row_at(batch, segments[:-1]).clamp(max=max(batch.rows - 1, 0))
     return _Scoping(segments, scope, count, row)
 
 

@@ -149,8 +149,8 @@ def _relative(given: Signal, state: PivotState, compat: str) -> torch.Tensor:
     below = -1.0 if _is_code(compat) else 1.0
     least, pivot, greatest = (each.log() for each in state[:3])
     down, up = pivot - least, greatest - pivot
-    low = torch.where(down > 0, below / torch.where(down > 0, down, 1.0), 0.0)
-    high = torch.where(up > 0, 1 / torch.where(up > 0, up, 1.0), 0.0)
+    low = torch.where(down > 0, below / down, 0.0)
+    high = torch.where(up > 0, 1 / up, 0.0)
     return two_knot(_logs(given), low=(pivot, low), high=(pivot, high))
 
 

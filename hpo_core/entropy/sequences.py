@@ -130,7 +130,7 @@ def empg(
     usable = torch.isfinite(mean)
     ends = statistics(mean.to(given.dtype), None, backend=backend)
     span = ends.greatest - ends.least
-    h = torch.where(usable & (span > 0), (mean - ends.least) / torch.where(span > 0, span, 1.0), 0.0)
+    h = torch.where(usable & (span > 0), (mean - ends.least) / span, 0.0)
     own = torch.exp(-k * h)
     g = own / statistics(own.to(given.dtype), None, mask=usable, backend=backend).mean
     is_first = first == torch.arange(first.numel(), device=first.device)
@@ -190,7 +190,7 @@ def ucas(
     shaped = of_row_advantages * torch.exp(torch.where(of_row_advantages > 0, -right * c, wrong * c))
     ends = statistics(given.values.to(given.dtype), None, mask=given.usable, backend=backend)
     span = ends.greatest - ends.least
-    scaled = torch.where(span > 0, (given.values - ends.least) / torch.where(span > 0, span, 1.0), 0.0)
+    scaled = torch.where(span > 0, (given.values - ends.least) / span, 0.0)
     of_token = of_row(shaped, row, 0.0)
     final = of_token - certainty * scaled
     final = torch.where(of_token > 0, final.clamp(min=0), final)

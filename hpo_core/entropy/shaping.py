@@ -87,7 +87,7 @@ def aepo_ruc(
     given = read(batch, entropy=entropy)
     found = statistics_of(given, state, backend).at()
     deviation = found.deviation(1)
-    gain = torch.where(deviation > 0, alpha / torch.where(deviation > 0, deviation, 1.0), 0.0)
+    gain = torch.where(deviation > 0, alpha / deviation, 0.0)
     factor = two_knot(given.values, 1.0, low=(found.mean, gain), high=(found.mean, gain), least=least)
     return Selection(advantage_factor=given.result(factor, 1.0))
 
@@ -201,7 +201,7 @@ def steer_linear(
     size = _sizes(change, batch)
     found = statistics_of(size, state, backend).at()
     span = found.greatest - found.least
-    gain = torch.where(span > 0, -(most - least) / torch.where(span > 0, span, 1.0), 0.0)
+    gain = torch.where(span > 0, -(most - least) / span, 0.0)
     weight = two_knot(size.values, most, low=(found.least, gain), high=(found.least, gain))
     return Selection(weight=size.result(weight, 1.0))
 

@@ -22,6 +22,7 @@ from .batch import PackedBatch
 from .checks import check
 from .metrics import fold, gathered, of_log_ratios, ratio
 from .reference.hierarchy import aggregate_of
+from .reference.terms import STATISTIC_SATURATION
 from .segment_exchange import SegmentExchange
 from .specs import LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Unit
 
@@ -30,7 +31,6 @@ REGIONS = ("pass", "clip_low", "clip_high", "rollback", "zero")
 _PASS, _CLIP_LOW, _CLIP_HIGH, _ROLLBACK, _ZERO = range(len(REGIONS))
 _SIGNS = ("positive", "negative")  # of the advantage: >= 0, < 0
 _CHANNELS = ("_rise", "_fall")  # of a split
-_SATURATION = 40.0  # of ratio statistics, as for tokens
 
 
 @functools.cache
@@ -190,7 +190,7 @@ def observed_levels(
     inside = torch.stack([(weights * (codes == code)[:, None]).sum(-1) for code in range(len(REGIONS))], -1)
 
     whole = channels[:, 0] - channels[:, 1] if spec.split else channels[:, 0]
-    deviation = torch.expm1(whole.clamp(-_SATURATION, _SATURATION))
+    deviation = torch.expm1(whole.clamp(-STATISTIC_SATURATION, STATISTIC_SATURATION))
     log_ratios = torch.cat((whole[:, None], channels), 1) if spec.split else channels
     table = torch.cat(
         (

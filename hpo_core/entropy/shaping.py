@@ -14,6 +14,7 @@ import torch.distributed
 
 from ..batch import PackedBatch
 from ..checks import check
+from ..reference.terms import SATURATION
 from ..specs import Provenance
 from .maps import two_knot
 from .selection import Selection
@@ -141,7 +142,7 @@ def entropy_change(
     given = read(batch, logp=logp, old_logp=old_logp, entropy=entropy)
     own = given.values.clamp(max=0)
     older, spread = (torch.where(given.usable, each.detach().double(), 0.0) for each in (old_logp, entropy))
-    ratio = torch.exp((own - older).clamp(-60, 60))
+    ratio = torch.exp((own - older).clamp(-SATURATION, SATURATION))
     change = advantages_of_tokens(advantages, batch, advantage_level) * ratio * -torch.expm1(own) * (own + spread)
     return given.result(change, 0.0)
 

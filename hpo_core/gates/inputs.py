@@ -206,7 +206,7 @@ def clip_cov_mask(
     ratio = torch.where(counted, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
     clipped = ((advantage > 0) & (ratio > 1 + eps[1])) | ((advantage < 0) & (ratio < 1 - eps[0]))
     eligible = counted & (covariance > low) & (covariance < high) & ~clipped & ~ratio.isnan()
-    draw = _draws(logp.numel(), seed, logp.device)
+    draw = draws_of(torch.arange(logp.numel(), device=logp.device), seed)
     return GateInputs(token_mask=~_greatest(draw, eligible, share, batch, counted))
 
 
@@ -385,11 +385,6 @@ def _greatest(
     wanted = (share * counted.sum().double()).floor().clamp(min=1).long().reshape(1)
     segments = ops.segments_of_call(batch.cu_seqlens, key.numel())
     return ops.select_exact(key.float(), segments, torch.zeros_like(segments[1:]), wanted, None, eligible, None)
-
-
-def _draws(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """A pseudo-random number for every position."""
-    return draws_of(torch.arange(count, device=device), seed)
 
 
 def draws_of(numbers: torch.Tensor, seed: int) -> torch.Tensor:

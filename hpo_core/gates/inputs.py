@@ -201,7 +201,7 @@ def clip_cov_mask(
     """
     check(low <= high, "low: expected low <= high, got {} and {}", low, high)
     check_epsilons(*eps, ("eps[0]", "eps[1]"))
-    _check_policies(batch, logp, old_logp)
+    check_policies(batch, logp, old_logp)
     covariance, advantage, counted = _covariance(logp, advantages, batch, advantage_level)
     ratio = torch.where(counted, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
     clipped = ((advantage > 0) & (ratio > 1 + eps[1])) | ((advantage < 0) & (ratio < 1 - eps[0]))
@@ -239,7 +239,7 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3])).token_mask
     tensor([ True, False,  True])
     """
-    _check_policies(batch, logp, old_logp)
+    check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
     square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()
     ordered, order = torch.where(valid, square, torch.full_like(square, torch.inf)).sort(stable=True)
@@ -273,7 +273,7 @@ def rec_ring_mask(
     """
     for name, pair in (("eps_near", eps_near), ("eps_far", eps_far)):
         check(0 <= pair[0] < 1 and pair[1] >= 0, "{}: expected epsilons (low < 1, high), got {}", name, pair)
-    _check_policies(batch, logp, old_logp)
+    check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
     advantage = per_token(advantages, batch, advantage_level)
     x = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp))
@@ -337,7 +337,7 @@ def gbpo_target(
     return GateInputs(target=target.to(scores.dtype))
 
 
-def _check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tensor | None = None) -> None:
+def check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tensor | None = None) -> None:
     check_dtype("logp", logp, _NUMBERS, _ROUNDING)
     if old_logp is not None:
         check_dtype("old_logp", old_logp, _NUMBERS, _ROUNDING)
@@ -366,7 +366,7 @@ def _covariance(
     logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, level: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of advantage and log-probability, the advantage ``[T]``, and at which tokens both are numbers."""
-    _check_policies(batch, logp)
+    check_policies(batch, logp)
     advantage, logp = per_token(advantages, batch, level), logp.detach()
     counted = valid_tokens(batch) & advantage.isfinite() & logp.isfinite()
     n = counted.sum().clamp(min=1)

@@ -125,6 +125,13 @@ def common_ids(keys: torch.Tensor, group: Group) -> torch.Tensor:
     return of_own[of_unit]
 
 
+def sum_in_order(values: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension, which may be empty. ``sum`` makes as many parts of a long one as threads run."""
+    pad, blocks = torch.nn.functional.pad, (values.shape[-1] + 1023) // 1024
+    parts = pad(values, (0, blocks * 1024 - values.shape[-1])).reshape(*values.shape[:-1], blocks, 1024).sum(-1)
+    return pad(parts, (1, 0)).cumsum(-1)[..., -1]
+
+
 def sum_of_ranks(own: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of a 0-dim tensor over the ranks, added in their order."""
-    return torch.cat(gather(own[None], group)).cumsum(0)[-1]
+    return sum_in_order(torch.cat(gather(own[None], group)))

@@ -20,6 +20,7 @@ import torch.distributed
 
 from .batch import PackedBatch
 from .checks import check
+from .distributed import sum_in_order
 from .metrics import fold, gathered, of_log_ratios, ratio
 from .reference.hierarchy import aggregate_of
 from .reference.terms import STATISTIC_SATURATION
@@ -187,17 +188,17 @@ def observed_levels(
         ]
     ).reshape(len(units), len(_SIGNS), *residuals.shape[1:])  # [levels, signs, channels, P]
     weights = torch.stack((share[..., None] * has, own * present[..., None]), 1).movedim(-1, 2)[:, :, :, None]
-    inside = torch.stack([(weights * (codes == code)[:, None]).sum(-1) for code in range(len(REGIONS))], -1)
+    inside = torch.stack([sum_in_order(weights * (codes == code)[:, None]) for code in range(len(REGIONS))], -1)
 
     whole = channels[:, 0] - channels[:, 1] if spec.split else channels[:, 0]
     deviation = torch.expm1(whole.clamp(-STATISTIC_SATURATION, STATISTIC_SATURATION))
     log_ratios = torch.cat((whole[:, None], channels), 1) if spec.split else channels
     table = torch.cat(
         (
-            share.sum(-1, keepdim=True),
+            sum_in_order(share)[:, None],
             tokens.detach().expand(len(units), 1),
-            (share * deviation).sum(-1, keepdim=True),
-            (share * deviation.square()).sum(-1, keepdim=True),
+            sum_in_order(share * deviation)[:, None],
+            sum_in_order(share * deviation.square())[:, None],
             _moments(log_ratios, share[:, None], present[:, None]).flatten(1),
             inside.flatten(1),
         ),
@@ -273,7 +274,7 @@ def _moments(values: torch.Tensor, share: torch.Tensor, present: torch.Tensor) -
     pad = torch.nn.functional.pad
     least = pad(torch.where(present, values, math.inf), (0, 1), value=math.inf).amin(-1)
     largest = pad(torch.where(present, values, -math.inf), (0, 1), value=-math.inf).amax(-1)
-    return torch.stack(((share * values).sum(-1), (share * values.square()).sum(-1), least, largest), -1)
+    return torch.stack((sum_in_order(share * values), sum_in_order(share * values.square()), least, largest), -1)
 
 
 def _names(units: tuple[Unit, ...]) -> str:

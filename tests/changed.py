@@ -104,7 +104,7 @@ RULES = [
     *kernels("logprobs logits logits_rows logit_types", LOGPROBS),
     *kernels("loss_from_logits", ("loss_from_logits",)),
     *kernels("scale", ("scale",)),
-    Rule(("csrc/cpu/denormals.h",), (*OPERATORS, "ambient_defaults")),
+    Rule(("csrc/cpu/arithmetic.h",), (*OPERATORS, "ambient_defaults")),
     Rule(("csrc/cpu/lanes.h", "csrc/cpu/parallel.h", "csrc/cpu/rows.h"), OPERATORS),
     Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),
     Rule(("csrc/cuda/grid.cuh", "csrc/cuda/warp.cuh", "csrc/cuda/status.cu", "csrc/include/hpo/cuda.h",

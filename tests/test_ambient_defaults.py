@@ -1,9 +1,11 @@
-"""Nothing depends on torch's default dtype or default device, nor on the handling of subnormal numbers: neither a
+"""Nothing depends on torch's default dtype or default device, nor on rounding and subnormal numbers: neither a
 process's first calls nor later ones."""
 
+import ctypes
 import hashlib
 import json
 import multiprocessing
+import platform
 import subprocess
 import sys
 import threading
@@ -66,20 +68,22 @@ def test_later_calls_in_a_thread_of_their_own(default, plain):
     assert found
 
 
-def test_subnormal_numbers_are_kept_by_every_thread():
-    """The calling thread flushes them, threads of its pool may not, and any of them may compute a token."""
+def test_no_thread_flushes_or_rounds_as_its_caller_says():
+    """The calling thread flushes subnormals and rounds up, threads of its pool may not: any may compute a token."""
     draw, tokens = torch.Generator().manual_seed(0), 1 << 16
     logp = -torch.rand(tokens, generator=draw)
     batch = hpo.PackedBatch.from_lengths([256] * 256)
+    old_logp, upward = logp - 0.1, {"x86_64": 0x800, "aarch64": 1 << 22}[platform.machine()]
     advantages = torch.linspace(-1e-33, 1e-33, 256)  # times weights of 2^-16: most gradients are subnormal
     found = []
 
     def run():
-        out = hpo.policy_loss_and_grad(logp, logp - 0.1, advantages, batch, backend="cpu")
-        found.append(_bits((out.loss, out.grad)))
+        for gate in (hpo.gates.ppo_clip(), hpo.gates.gspo()):
+            out = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend="cpu")
+            found.append(_bits((out.loss, out.grad)))
 
-    def run_flushing():
-        assert torch.set_flush_denormal(True)
+    def run_elsewhere():
+        assert torch.set_flush_denormal(True) and ctypes.CDLL(None).fesetround(upward) == 0
         for threads in (2, 1, 2):
             torch.set_num_threads(threads)
             run()
@@ -87,12 +91,12 @@ def test_subnormal_numbers_are_kept_by_every_thread():
     before = torch.get_num_threads()
     try:
         run()
-        thread = threading.Thread(target=run_flushing)
+        thread = threading.Thread(target=run_elsewhere)
         thread.start()
         thread.join()
     finally:
         torch.set_num_threads(before)
-    assert len(found) == 4 and len(set(found)) == 1
+    assert len(found) == 8 and len(set(found[::2])) == len(set(found[1::2])) == 1
 
 
 @contextmanager

@@ -339,6 +339,17 @@ def test_p1_names_of_groups_change_no_bit(native_backends, name):
         assert torch.equal(CASES[name](given), CASES[name](Given(units, backend))), (backend, seed)
 
 
+@pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("name", ["gigpo", "hgpo", "hrpo", "salt"])
+def test_p1_trajectories_may_be_numbered_inside_their_prompt(native_backends, name):
+    for backend, seed in drawn(("reference", *native_backends), name, 8):
+        units = naive.draw(seed)
+        numbers = np.where(units.group < 0, -1, units.trajectory - units.group.clip(0) * 5)
+        given = Given(units._replace(trajectory=numbers), backend)
+        given.units = units  # rewards that the cases make of ids stay what they are
+        assert torch.equal(CASES[name](given), CASES[name](Given(units, backend))), (backend, seed)
+
+
 @pytest.mark.parametrize("constant", [0.1, -7.3, 1e6 + 0.5])
 def test_p12_identical_rewards_are_exactly_zero(backend, constant):
     n = 24

@@ -437,6 +437,20 @@ def test_tokens_are_counted_once_for_a_batch(monkeypatch):
     assert lengths.count(example.logp.numel()) == 1
 
 
+def test_same_bits_on_any_number_of_threads():
+    batch, draw = hpo.PackedBatch.from_lengths([3] * 50_000), torch.Generator().manual_seed(0)
+    logp, advantages = torch.randn(150_000, generator=draw) / 9, torch.randn(50_000, generator=draw)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            given = (logp, torch.zeros(150_000), advantages, batch, gates.gspo())
+            found.append(hpo.policy_loss(*given, report=("levels",)).levels.table)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_level_metrics_add_up_with_sum():
     batch = hpo.PackedBatch.from_lengths([3, 2])
     given = (torch.zeros(5), torch.arange(5) / 9, torch.ones(2), batch, gates.fiberpo())

@@ -223,12 +223,6 @@ def test_more_rows_than_kernels_can_number_are_refused():
         torch.ops.hpo_core.row_counts(None, offsets, 4, "")
 
 
-def test_opcheck():
-    values, ids, weights, mask = random_units(1, 12)
-    torch.library.opcheck(torch.ops.hpo_core.group_statistics, (values, ids, weights, mask, ""))
-    torch.library.opcheck(torch.ops.hpo_core.recurrence, (weights, weights, torch.tensor([0, 5, 12]), ""))
-
-
 def test_ids_of_names():
     """Ids of texts are fixed numbers, the same in every process; integers stay."""
     names = ["door closed", b"door closed", 7, numpy.int32(-1), numpy.zeros(2).tobytes()]

@@ -221,13 +221,6 @@ def test_compiled_without_a_break_or_a_graph_for_each_size():
     assert counter.frame_count <= 2
 
 
-def test_opcheck():
-    logits = normal(2, 3, 20)
-    top_ks, top_ps = torch.full((2, 3), 4), torch.full((2, 3), 0.5, dtype=torch.float64)
-    for given in ((None, 0.7, top_ks, 0, top_ps, 1.0, None, 0.1), (None, 1.0, None, 3, None, 1.0, None, 0.0)):
-        torch.library.opcheck(torch.ops.hpo_core.support_floor.default, (logits, *given))
-
-
 def test_wrong_settings_that_are_not_read_make_the_floor_nan():
     logits = normal(4, 9)
     good = {"temperature": torch.ones(4), "top_k": torch.full((4,), 3), "top_p": torch.ones(4), "min_p": torch.zeros(4)}

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "denormals.h"
+#include "arithmetic.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(generic)
@@ -99,7 +99,7 @@ int run(int64_t context, const Call& call) {
   const Kernels* kernels = choice().kernels;
   if (!kernels) return kNoKernels;
   const int64_t most = 1024;
-  const WithDenormals with_denormals;
+  const StandardArithmetic standard;
   call(*kernels, forked || context < 1 ? 1 : int(context < most ? context : most));
   return kDone;
 }

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "denormals.h"
+#include "arithmetic.h"
 
 namespace hpo::HPO_ISA {
 
@@ -41,7 +41,7 @@ inline void parallel_for(int64_t count, int threads, const Body& body) {
   }
 #pragma omp parallel num_threads(threads)
   {
-    const WithDenormals with_denormals;
+    const StandardArithmetic standard;
     const int own = omp_get_thread_num() % used;
     for (int other = 0; other < used; ++other) {
       Portion& portion = portions[(own + other) % used];

@@ -277,7 +277,8 @@ def de_grpo(
         scores: ``[S]``, the mean log-probability of each response's tokens. A unit without one has no reward.
         values: V ``[S]``, a value head's estimate for the unit's prompt; NaN: the unit gets 0.
         utility: ``[P]`` floating point, 0 at the start.
-        samples: the most responses a prompt has, for all pairs are visited; a prompt with more gets NaN.
+        samples: the most responses a prompt has, for all pairs are visited; a prompt with more gets NaN and keeps its
+            utility.
 
     Traps: two equal rewards are a pair of 1e-6, so that prompts of binary rewards stay below ``least`` and teach
     nothing; and in the first steps no prompt has reached it. The sign of an advantage turns where V exceeds the gap.
@@ -296,7 +297,8 @@ def de_grpo(
     (apart, separable), (_, sensitive) = (_gaps(x, prompts, scored, samples, backend) for x in (rewards, scores))
     places = _places(prompts, utility, scored)
     old = _read(utility.double(), places)
-    new = torch.where(group.members > 1, smoothing * old + (1 - smoothing) * separable * sensitive, old)
+    visited = (group.members > 1) & (group.members <= samples)
+    new = torch.where(visited, smoothing * old + (1 - smoothing) * separable * sensitive, old)
     stage = torch.where(new < least, 0.0, torch.where(new > most, decay, torch.ones_like(new)))
     plain = grpo(rewards, prompts, mask=scored, eps=eps, backend=backend)
     exact = torch.where(plain == 0, 0.0, known(plain * torch.tanh(stage * (apart - values.double()))))

@@ -3,8 +3,8 @@
 Common arguments of estimators of steps, all ``[N]``:
     step_rewards: floating point, the immediate reward of each step.
     group_ids: the prompt of each step; of these two a negative id means none.
-    trajectory_ids: the trajectory of each step. A step of no prompt is in no trajectory, nor the other way round: it is
-        as if it were not there.
+    trajectory_ids: the trajectory of each step, which may be its number inside the prompt. A step of no prompt is in no
+        trajectory, nor the other way round: it is as if it were not there.
     anchor_ids: the observation a step starts from, as an integer (of texts: :func:`hpo_core.segments.ids_of`): steps of
         one prompt with equal anchors are compared with each other; negative: with none.
     positions: the order of steps inside their trajectory. Default: that in which they stand here.
@@ -73,7 +73,7 @@ def gigpo(
     tensor([ 0.9512,  0.5000,  1.0000, -0.9512, -1.0000])
     """
     check_units(step_rewards=step_rewards, group_ids=group_ids, trajectory_ids=trajectory_ids, anchor_ids=anchor_ids)
-    steps = chains(among(trajectory_ids, group_ids >= 0), positions)
+    steps = chains(dense_ids(group_ids, trajectory_ids), positions)
     episodes = episode_returns(step_rewards, steps, backend=backend)
     returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
     of_episode = GroupTerm(scale=scale_of(scaled), eps=eps, keep_singletons=keeps_singletons(singleton))
@@ -128,7 +128,7 @@ def hgpo(
     offset = 2 if check_compat(compat) else 1
     is_number = alpha * math.log(history + offset) < 700  # e^709 is the largest double
     check(is_number, "alpha: expected a power whose weight {}^alpha is a number, got {}", history + offset, alpha)
-    steps = chains(among(trajectory_ids, group_ids >= 0), positions)
+    steps = chains(dense_ids(group_ids, trajectory_ids), positions)
     returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
     presence = Presence.NONZERO if drop_zeros else Presence.ALWAYS
     anchors = steps.sorted(anchor_ids.to(torch.int64))

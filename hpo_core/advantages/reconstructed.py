@@ -250,8 +250,9 @@ def hrpo(
     """
     check_units(action_rewards=action_rewards, outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids)
     scored = scorable(outcomes, torch.isfinite(action_rewards))
-    scored = grouped(grouped(scored, group_ids), trajectory_ids)
-    of_trajectories = once(chains(among(trajectory_ids, scored)))
+    trajectories = dense_ids(group_ids, trajectory_ids)
+    scored = grouped(scored, trajectories)
+    of_trajectories = once(chains(among(trajectories, scored)))
     of_system = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), of_trajectories)], mask=scored, backend=backend)
     return as_advantages(torch.where(scored, of_system + action_weight * action_rewards, 0.0), action_rewards, backend)
 
@@ -282,8 +283,9 @@ def salt(
     tensor([0.0000, 0.7071, 0.0000])
     """
     check_units(outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids, edge_ids=edge_ids)
-    scored = grouped(grouped(torch.isfinite(outcomes), group_ids), trajectory_ids)
-    of_trajectories = once(chains(among(trajectory_ids, scored)))
+    trajectories = dense_ids(group_ids, trajectory_ids)
+    scored = grouped(torch.isfinite(outcomes), trajectories)
+    of_trajectories = once(chains(among(trajectories, scored)))
     own = combine([Term(outcomes, group_ids, GroupTerm(eps=eps), of_trajectories)], mask=scored, backend=backend)
     edges = dense_ids(group_ids, edge_ids)
     return combine([Term(own, edges, GroupTerm(part=Part.MEAN))], mask=scored, backend=backend)

@@ -14,7 +14,7 @@ from .. import ops
 from ..arguments import constant, constants, examines
 from ..batch import takes_padded
 from ..checks import check, check_shape, check_units, require_type
-from ..distributed import ranks, sum_of_ranks
+from ..distributed import ranks, sum_in_order, sum_of_ranks
 from ..reference.advantages import group_normalise
 from ..segments import GroupStatistics, statistics
 from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Scale, Share
@@ -227,8 +227,8 @@ def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **uni
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
-    """The sum of all units, added in their order: ``sum`` depends on the number of threads."""
-    own, group = values.cumsum(0)[-1] if values.numel() else values.sum(), ranks()
+    """The sum of all units, in a fixed order."""
+    own, group = sum_in_order(values), ranks()
     return own if group is None else sum_of_ranks(own, group)
 
 

@@ -12,6 +12,7 @@ import torch
 from ..advantages.terms import check_compat
 from ..batch import PackedBatch, row_counts
 from ..checks import check, check_device, check_dtype, check_rows, check_tokens
+from ..distributed import sum_in_order
 from ..gates.inputs import of_row, valid_tokens
 from ..specs import Provenance
 from .maps import two_knot
@@ -164,8 +165,8 @@ def _differentiable(entropy: torch.Tensor, batch: PackedBatch) -> tuple[torch.Te
 def _summed(
     values: torch.Tensor, usable: torch.Tensor, batch: PackedBatch, weights: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``sum_t w[s(t)] v_t`` in the order of tokens, 0-dim: ``sum`` depends on the number of threads."""
+    """``sum_t w[s(t)] v_t`` in a fixed order, 0-dim."""
     check_rows(batch, weights=weights)
     of_token = of_row(weights.detach().double(), batch.row_of_token(), 0.0)
     terms = torch.where(usable, of_token, 0.0) * values
-    return torch.cat((terms.new_zeros(1), terms)).cumsum(0)[-1].to(dtype)
+    return sum_in_order(terms).to(dtype)

@@ -17,6 +17,7 @@ from .. import ops
 from ..arguments import examines
 from ..batch import PackedBatch, alone_without, renumber, takes_padded
 from ..checks import check, check_dtype, check_tokens, check_units
+from ..distributed import sum_in_order
 from ..specs import GroupStatistics, OrderRule
 from .ratio_gate import GateInputs
 from .token_level import check_epsilons
@@ -373,7 +374,7 @@ def _covariance(
     centred = []
     for values in (advantage, logp):
         kept = values.to(torch.float64, copy=True).masked_fill_(~counted, 0.0)
-        centred.append(kept.sub_(kept.sum() / n))
+        centred.append(kept.sub_(sum_in_order(kept) / n))
     return centred[0].mul_(centred[1]).masked_fill_(~counted, 0.0), advantage, counted
 
 

@@ -27,7 +27,6 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
-from . import ops
 from .arguments import examines
 from .batch import PackedBatch, alone_without, renumber, row_counts
 from .checks import check, check_device, check_dtype, check_shape_of_tokens, require_type
@@ -219,8 +218,7 @@ def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
     check_dtype("selected", selected, (torch.bool,), "pass a bool mask")
     check_shape_of_tokens("selected", selected, batch)
     check_device("selected", selected, batch.device, "the batch")
-    chosen = selected.reshape(-1) if batch.mask is None else selected.reshape(-1) & batch.mask
-    return ops.row_counts(chosen.contiguous(), batch.cu_seqlens, batch.total_tokens, None)
+    return row_counts(batch, selected.reshape(-1))
 
 
 def _scale(

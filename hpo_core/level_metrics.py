@@ -23,6 +23,7 @@ from .checks import check
 from .distributed import sum_in_order
 from .metrics import fold, gathered, of_log_ratios, ratio
 from .reference.hierarchy import aggregate_of
+from .reference.terms import STATISTIC_SATURATION
 from .segment_exchange import SegmentExchange
 from .specs import LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Unit
 
@@ -31,7 +32,6 @@ REGIONS = ("pass", "clip_low", "clip_high", "rollback", "zero")
 _PASS, _CLIP_LOW, _CLIP_HIGH, _ROLLBACK, _ZERO = range(len(REGIONS))
 _SIGNS = ("positive", "negative")  # of the advantage: >= 0, < 0
 _CHANNELS = ("_rise", "_fall")  # of a split
-_SATURATION = 40.0  # of ratio statistics, as for tokens
 
 
 @functools.cache
@@ -191,7 +191,7 @@ def observed_levels(
     inside = torch.stack([sum_in_order(weights * (codes == code)[:, None]) for code in range(len(REGIONS))], -1)
 
     whole = channels[:, 0] - channels[:, 1] if spec.split else channels[:, 0]
-    deviation = torch.expm1(whole.clamp(-_SATURATION, _SATURATION))
+    deviation = torch.expm1(whole.clamp(-STATISTIC_SATURATION, STATISTIC_SATURATION))
     log_ratios = torch.cat((whole[:, None], channels), 1) if spec.split else channels
     table = torch.cat(
         (

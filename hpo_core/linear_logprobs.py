@@ -16,7 +16,7 @@ from .logprobs import TokenLogprobs, counted_targets
 from .ops.linear_logprobs import LinearRows
 from .reference.linear_logprobs import linear_token_logprobs as definition
 from .specs import LogitRows
-from .support import LOGITS, checked_temperature
+from .support import check_targets, checked_temperature, logit_types
 from .vocabulary_parallel import Sizes, all_rows, check_shards, recognises_shards, shards
 
 # Rows and columns of a block of logits by device: 16 MiB on the CPU, where the last-level cache holds the block and its
@@ -89,7 +89,7 @@ def linear_token_logprobs(
     tensor([ 0.0000, -1.4076])
     """
     reference = is_reference(hidden, backend)
-    _check_tensors(hidden, weight, targets, bias, (*LOGITS, torch.float64) if reference else LOGITS)
+    _check_tensors(hidden, weight, targets, bias, logit_types(reference))
     for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
         check(number is None or 0 < number < math.inf, "{}: expected a finite number above 0, got {}", name, number)
     targets, places = counted_targets(targets, batch, ignore_index)
@@ -142,9 +142,7 @@ def _check_tensors(
     check_dtype("weight", weight, types, "use weight.float()")
     check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]), "[V, D] (D that of hidden)")
     check_device("weight", weight, hidden.device, "hidden")
-    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
-    check_shape("targets", targets, hidden.shape[:-1], "[...] (that of hidden without its last dimension)")
-    check_device("targets", targets, hidden.device, "hidden")
+    check_targets(targets, hidden, "hidden")
     if bias is not None:
         check_dtype("bias", bias, types, "use bias.float()")
         check_shape("bias", bias, weight.shape[:1], "[V] (one number for each row of weight)")

@@ -17,12 +17,12 @@ from .arguments import examines
 from .backends import is_reference
 from .checks import check, check_device, check_dtype, check_shape, examined, require_type
 from .logprobs import TokenLogprobs
-from .ops.logprob_states import LogprobState, finished, folded, inverse_of, mapped
+from .ops.logprob_states import LogprobState, finished, folded, mapped
 from .ops.logprob_states import part as part_of
 from .ops.logprobs import backward
 from .reference import logprob_states as reference
 from .specs import LogitRows
-from .support import LOGITS, checked_temperature
+from .support import check_targets, checked_temperature, logit_types
 
 __all__ = ["LogprobState", "finish", "merge", "part", "part_gradient"]
 
@@ -62,11 +62,12 @@ def part(
 
 
 def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.0) -> LogprobState:
-    """The state of several parts together: ``s = s_1 + c (1 + s_2)`` and ``w = w_1 + c (w_2 + delta (1 + s_2))``.
+    """The state of several parts together: ``s = s_1 + sum c_i (1 + s_i)`` and
+    ``w = w_1 + sum c_i (w_i + delta_i (1 + s_i))`` over the other parts i.
 
-    Part 1 has the greater logit, ``m_1 >= m_2``; ``delta = (m_1 - m_2) / temperature`` and ``c = e^-delta``.
+    Part 1 has the greatest logit m; ``delta_i = (m - m_i) / temperature`` and ``c_i = e^-delta_i``.
 
-    Parts are merged one after the other in float64, and the result is rounded once: the same order gives the same bits
+    Parts are added up in their order in float64, and the result is rounded once: the same order gives the same bits
     on every rank. Each part of a vocabulary occurs once; there may be any number of parts, and a merged state can be
     merged again. The result has the shape and dtype of the first state. Which rows are ignored is unknown here: each
     temperature is above 0.
@@ -86,8 +87,8 @@ def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.
             "states[{}]: expected a distance in every state or in none; make all with the same entropy=",
             at,
         )
-    number = checked_temperature(temperature, torch.zeros_like(top, dtype=torch.int64), -1, exact=True)
-    merged = folded(states, inverse_of(1.0, number) if isinstance(number, torch.Tensor) else 1.0 / number)
+    inverse = 1.0 / checked_temperature(temperature, torch.zeros_like(top, dtype=torch.int64), -1, exact=True)
+    merged = folded(states, inverse)
     return mapped(merged, lambda tensor: tensor.to(top.dtype))
 
 
@@ -111,8 +112,7 @@ def finish(
     state = _checked_state("state", state)
     check_shape("state", state.top, targets.shape, "[...] (that of targets)")
     check_device("state", state.top, targets.device, "targets")
-    number = checked_temperature(temperature, targets, ignore_index, exact=True)
-    inverse = inverse_of(1.0, number) if isinstance(number, torch.Tensor) else 1.0 / number
+    inverse = 1.0 / checked_temperature(temperature, targets, ignore_index, exact=True)
     return TokenLogprobs(*finished(state, inverse, targets == ignore_index)[:2])
 
 
@@ -177,10 +177,8 @@ def _checked_rows(
 ) -> LogitRows:
     exact = is_reference(logits, backend)
     check(logits.dim() > 0, "logits: expected shape [..., columns], got a number; use logits[None]")
-    check_dtype("logits", logits, (*LOGITS, torch.float64) if exact else LOGITS, "use logits.float()")
-    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
-    check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
-    check_device("targets", targets, logits.device, "logits")
+    check_dtype("logits", logits, logit_types(exact), "use logits.float()")
+    check_targets(targets, logits, "logits")
     columns = logits.shape[-1]
     check(
         columns > 0 and (logits.stride(-1) == 1 or columns == 1),

@@ -15,7 +15,7 @@ from .checks import check, check_device, check_dtype, check_shape
 from .ops import is_traced
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows
-from .support import LOGITS, TEMPERATURE, among_ids, check_logits, check_of_rows
+from .support import among_ids, check_logits, check_of_rows, check_targets, checked_temperature, logit_types
 from .vocabulary_parallel import Shards, Sizes, all_rows, check_shards, recognises_shards, shards
 
 
@@ -272,23 +272,16 @@ def checked_call(
     reference = is_reference(logits, backend)
     _check_operands(logits, targets, reference, least)
     targets, places = counted_targets(targets, batch, ignore_index)
-    unread = targets == ignore_index
-    of_targets = (targets.shape, targets.device, "targets", reference)
-
-    def checked_temperature(name: str, value: Any) -> Any:
-        setting = TEMPERATURE._replace(name=name)
-        value = setting.of_rows(value, *of_targets)
-        setting.check_values(value, unread)
-        return value
+    of_targets = (targets, ignore_index, reference)
 
     def at_temperature(rows: LogitRows, value: Any) -> LogitRows:
         each, number = (places.at_logits(value), 1.0) if isinstance(value, torch.Tensor) else (None, value)
         return rows._replace(temperatures=each, temperature=number)
 
     is_same = entropy_temperature is None or entropy_temperature is temperature
-    temperature = checked_temperature("temperature", temperature)
+    temperature = checked_temperature(temperature, *of_targets)
     if not is_same:
-        entropy_temperature = checked_temperature("entropy_temperature", entropy_temperature)
+        entropy_temperature = checked_temperature(entropy_temperature, *of_targets, "entropy_temperature")
         both = (temperature, entropy_temperature)
         is_same = not any(isinstance(each, torch.Tensor) for each in both) and temperature == entropy_temperature
     if floors is not None:
@@ -296,7 +289,7 @@ def checked_call(
         floors = floors.to(torch.float64 if reference else torch.float32)
     if ids is not None:
         check(floors is None, "support_floor, support_ids: expected one of them, got both")
-        ids = _checked_ids(ids, targets, unread, logits.shape[-1])
+        ids = _checked_ids(ids, targets, targets == ignore_index, logits.shape[-1])
     rows = LogitRows(logits, places.at_logits(targets), None, 1.0, ignore_index, floors, 0, logits.shape[-1])
     if in_place:
         _check_in_place(rows, reference, ids, is_same)
@@ -307,10 +300,8 @@ def checked_call(
 
 
 def _check_operands(logits: torch.Tensor, targets: torch.Tensor, reference: bool, least: int) -> None:
-    check_logits(logits, (*LOGITS, torch.float64) if reference else LOGITS, least)
-    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
-    check_shape("targets", targets, logits.shape[:-1], "[...] (that of logits without its last dimension)")
-    check_device("targets", targets, logits.device, "logits")
+    check_logits(logits, logit_types(reference), least)
+    check_targets(targets, logits, "logits")
     check(
         logits.stride(-1) == 1 or logits.shape[-1] == 1,
         "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",

@@ -20,7 +20,7 @@ from .ops.library import not_differentiable
 from .ops.logprobs import readable
 from .prepared import PolicyLossOptions, prepare
 from .specs import LogitRows, PolicyLossInputs, PolicyLossSpec
-from .support import LOGITS
+from .support import logit_types
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,7 +104,7 @@ def policy_loss_from_logits(
     backend, reference = options.get("backend"), is_reference(logits, options.get("backend"))
     if reference:
         check(not inplace_gradient, "inplace_gradient: the reference has a graph of its own; leave it False")
-        types = (*LOGITS, torch.float64) if backend else LOGITS  # policy_loss takes float64 where a call asks for it
+        types = logit_types(bool(backend))  # policy_loss takes float64 where a call asks for it
         check_dtype("logits", logits, types, "use logits.float(), or backend='reference' for float64")
         logp, entropy = token_logprobs(logits, targets, temperature, _NONE, batch=batch, backend=backend)
         assert entropy is not None

@@ -13,8 +13,8 @@ from .arguments import examines
 from .checks import check, check_device, check_dtype, check_shape, examined, has_tangent, require_type
 from .ops import is_traced
 from .ops.library import OPERATORS, check_operand, define, register
+from .specs import LOGITS
 
-LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST = torch.finfo(torch.float32).tiny
 _CHUNK = 2**22  # logits that are processed together
 _FEW = 1024  # greatest logits of a row that are tried first: most supports lie among them
@@ -60,7 +60,7 @@ class Setting(NamedTuple):
             check(not wrong.any(), f"{self.name}: expected {self.allowed}", value[wrong][:1].tolist())
 
 
-TEMPERATURE = Setting(
+_TEMPERATURE = Setting(
     "temperature",
     Real,
     lambda number: (number >= _LEAST) & (number < math.inf),
@@ -77,17 +77,32 @@ _MIN_P = Setting(
 )
 
 
-def checked_temperature(value: Any, targets: torch.Tensor, ignore_index: int, exact: bool) -> Any:
+def checked_temperature(
+    value: Any, targets: torch.Tensor, ignore_index: int, exact: bool, name: str = "temperature"
+) -> Any:
     """A temperature for the targets with its type, shape, device and values checked."""
-    value = TEMPERATURE.of_rows(value, targets.shape, targets.device, "targets", exact)
-    TEMPERATURE.check_values(value, targets == ignore_index)
+    setting = _TEMPERATURE._replace(name=name)
+    value = setting.of_rows(value, targets.shape, targets.device, "targets", exact)
+    setting.check_values(value, targets == ignore_index)
     return value
+
+
+def logit_types(exact: bool) -> tuple[torch.dtype, ...]:
+    """The dtypes of logits; ``exact``: for the reference, which takes float64, too."""
+    return (*LOGITS, torch.float64) if exact else LOGITS
 
 
 def check_logits(logits: torch.Tensor, dtypes: Sequence[torch.dtype], least: int = 1) -> None:
     check(logits.dim() > 0, "logits: expected shape [..., V], got a number; use logits[None]")
     check_dtype("logits", logits, dtypes, "use logits.float()")
     check(logits.shape[-1] >= least, "logits: expected a vocabulary of at least one token, got {}", list(logits.shape))
+
+
+def check_targets(targets: torch.Tensor, rows: torch.Tensor, whose: str) -> None:
+    """Check that there is one id for each row ``[..., D]`` of the logits or hidden states."""
+    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
+    check_shape("targets", targets, rows.shape[:-1], f"[...] (that of {whose} without its last dimension)")
+    check_device("targets", targets, rows.device, whose)
 
 
 def check_of_rows(
@@ -146,10 +161,10 @@ def support_floor(
     >>> support_floor(logits, top_k=2), support_floor(logits, 2.0, top_p=0.7)
     (tensor([2.0000, 0.5000]), tensor([2.0000, 0.5000]))
     """
-    check_logits(logits, _TYPES)
+    check_logits(logits, logit_types(True))
     given: list[Any] = []
     for (setting, off), value in zip(_SETTINGS.items(), (temperature, top_k, top_p, min_p), strict=True):
-        if value is None and setting is not TEMPERATURE:
+        if value is None and setting is not _TEMPERATURE:
             value = off
         value = setting.of_rows(value, logits.shape[:-1], logits.device, "rows of logits", exact=True)
         setting.check_values(value)
@@ -160,8 +175,13 @@ def support_floor(
     return floors
 
 
-_TYPES = (*LOGITS, torch.float64)
-_SETTINGS: dict[Setting, float] = {TEMPERATURE: 1.0, _TOP_K: 0, _TOP_P: 1.0, _MIN_P: 0.0}  # and what leaves every token
+# And what leaves every token.
+_SETTINGS: dict[Setting, float] = {
+    _TEMPERATURE: 1.0,
+    _TOP_K: 0,
+    _TOP_P: 1.0,
+    _MIN_P: 0.0,
+}
 define(
     "support_floor(Tensor logits, Tensor? temperatures, float temperature, Tensor? top_ks, SymInt top_k, "
     "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p) -> Tensor"
@@ -202,7 +222,7 @@ def _empty(logits: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _check_operands(logits: torch.Tensor, *arguments: Any) -> None:
-    check_logits(logits, _TYPES)
+    check_logits(logits, logit_types(True))
     for setting, each, number in _given(arguments):
         setting.check_values(number)
         dtype = torch.int64 if setting.kind is Integral else torch.float64
@@ -247,7 +267,7 @@ def _floors_among(
     The logits are in descending order, except for an integer ``top_k`` and for min-p alone. The second result is unused
     for an integer ``top_k``.
     """
-    temperature, top_k, top_p = settings[TEMPERATURE], settings.get(_TOP_K), settings.get(_TOP_P)
+    temperature, top_k, top_p = settings[_TEMPERATURE], settings.get(_TOP_K), settings.get(_TOP_P)
     top, count = greatest.amax(-1, keepdim=True), greatest.shape[-1]
     last = greatest[:, -1:]
     if isinstance(top_k, torch.Tensor):

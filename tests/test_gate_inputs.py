@@ -470,6 +470,9 @@ def test_gbpo_target_by_hand():
     torch.testing.assert_close(target[2], 0.8 + 0.4 * torch.sigmoid(torch.tensor(3.0)))
     in_none = gates.gbpo_target(scores, torch.tensor([-1, -1, 9, -7, -1], dtype=torch.int32)).target
     torch.testing.assert_close(in_none, 0.8 + 0.4 * torch.sigmoid(scores))
+    scored = torch.tensor([1.0, math.nan, 0.0, 3.0, 5.0, -math.inf, 2.0])
+    with_nan = gates.gbpo_target(scored, torch.tensor([4, 4, 4, 9, 4, 4, 4])).target
+    assert torch.equal(with_nan[scored.isfinite()], target) and with_nan[[1, 5]].isnan().all()
 
 
 def test_rec_ring_mask_by_hand():

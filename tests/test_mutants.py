@@ -891,9 +891,12 @@ def test_killer_passes_where_no_mutant_is_switched_on(name, as_backend):
 
 def test_rank_local_quantile_is_killed(three_ranks, monkeypatch):
     window = importlib.import_module("hpo_core.entropy.window")
-    monkeypatch.setattr(window, "_fit_over_ranks", lambda score, quantile, rule, group: window.WindowState(
-        *(lambda threshold, counts: (threshold, counts[:1], counts[1:]))(
-            *hpo.ops.order_statistic(score, quantile.numerator, quantile.denominator, rule, None))))  # fmt: skip
+
+    def of_rank(score, scope, scopes, quantile, rule, group):
+        threshold, counts = hpo.ops.order_statistic(score, *quantile, rule, None)
+        return threshold, counts[None]
+
+    monkeypatch.setattr(window, "quantiles_over_ranks", of_rank)
     assert_killed(
         "python: quantile of the rank alone",
         "test_entropy.test_threshold_over_ranks_is_that_of_the_whole_step",

@@ -671,12 +671,12 @@ def test_opcheck_other_arguments():
     one_scope = torch.zeros_like(batch.cu_seqlens[1:])
     for operator, arguments in (
         (OPERATORS.row_counts, (None, batch.cu_seqlens, batch.total_tokens, "cpu")),
-        (OPERATORS.window_score, (given.entropy, batch.mask, batch.cu_seqlens, 0, 3, 1, 0, "")),
+        (OPERATORS.window_score, (given.entropy, batch.mask, batch.cu_seqlens, 0, 3, 1, 0, 0, "")),
         (OPERATORS.order_statistics, (given.entropy, batch.cu_seqlens, None, batch.rows, 19, 20, 0, batch.mask, "")),
         (OPERATORS.order_statistics, (given.entropy, batch.cu_seqlens, one_scope, 1, 19, 20, 3, None, "")),
         (OPERATORS.select_exact, (given.entropy, batch.cu_seqlens, one_scope, torch.tensor([3]), None, None, "")),
-        (OPERATORS.select, (given.entropy, torch.tensor([0.5]), True, "")),
-        (OPERATORS.select_top, (given.entropy, 19, 20, 0, True, "")),
+        (OPERATORS.select, (given.entropy, torch.tensor([0.5]), True, None, None, "")),
+        (OPERATORS.select_top, (given.entropy, 19, 20, 0, True, None, None, "")),
     ):
         torch.library.opcheck(operator, arguments)
 

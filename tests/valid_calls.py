@@ -582,7 +582,7 @@ def _operators() -> Iterator[Call]:
             "cu_seqlens",
         ),
         ("order_statistic", {"values": _T["entropy"], **tokens, **quantile}, "cu_seqlens"),
-        ("order_statistic", {"values": _T["entropy"], **quantile}, "values"),
+        ("order_statistic", {"values": _T["entropy"], "mask": None, "cu_seqlens": None, **quantile}, "values"),
         (
             "select",
             {"values": _T["entropy"], "threshold": floats(0.75), "strict": False, "backend": "", **tokens},

@@ -117,38 +117,39 @@ def estimator(
     return mark
 
 
+def _mark(estimator: Callable[..., Any], name: str, default: object) -> Any:
+    """An attribute of an estimator, or of the one that ``functools.partial`` hides."""
+    return getattr(estimator, name, getattr(getattr(estimator, "func", None), name, default))
+
+
 def level_of(estimator: Callable[..., Any]) -> str:
-    """What an estimator's advantages belong to; ``functools.partial`` hides it."""
-    inner = getattr(estimator, "func", estimator)
-    level: str = getattr(estimator, "level", getattr(inner, "level", "row"))
-    return level
+    """What an estimator's advantages belong to."""
+    return str(_mark(estimator, "level", "row"))
 
 
 def name_of(estimator: Callable[..., Any]) -> str:
-    """What errors call an estimator; ``functools.partial`` hides it."""
-    inner = getattr(estimator, "func", None)
-    return str(getattr(estimator, "__name__", getattr(inner, "__name__", "estimator")))
+    """What errors call an estimator."""
+    return str(_mark(estimator, "__name__", "estimator"))
 
 
 def is_multi_reward(estimator: Callable[..., Any]) -> bool:
     """Whether an estimator takes several rewards ``[C, S]`` and their ``weights``."""
-    return bool(getattr(getattr(estimator, "func", estimator), "multi_reward", False))
+    return bool(_mark(estimator, "multi_reward", False))
 
 
 def takes_tables(estimator: Callable[..., Any]) -> bool:
     """Whether tables of groups suffice for an estimator, without the units of other ranks."""
-    return bool(getattr(getattr(estimator, "func", estimator), "tables", False))
+    return bool(_mark(estimator, "tables", False))
 
 
 def gathers_units(estimator: Callable[..., Any]) -> bool:
     """Whether an estimator of :func:`over_ranks` gathers the units of all ranks, by whose ids they are told apart."""
-    return bool(getattr(estimator, "gathers", getattr(getattr(estimator, "func", estimator), "gathers", False)))
+    return bool(_mark(estimator, "gathers", False))
 
 
 def accepted_keywords(estimator: Callable[..., Any], *positional: Any, **given: Any) -> dict[str, Any]:
     """The arguments among these that an estimator takes, and that neither ``positional`` ones nor a partial fix."""
-    inner, fixed = getattr(estimator, "func", estimator), getattr(estimator, "keywords", {})
-    taken = getattr(estimator, "parameters", getattr(inner, "parameters", None))
+    taken, fixed = _mark(estimator, "parameters", None), getattr(estimator, "keywords", {})
     if not isinstance(taken, tuple):  # a module has another attribute of that name
         taken = tuple(inspect.signature(estimator).parameters)
     taken = taken[len(positional) :]
@@ -157,10 +158,9 @@ def accepted_keywords(estimator: Callable[..., Any], *positional: Any, **given: 
 
 def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
     """That rewards and what else is ``known`` suffice to call an estimator, where ``source`` says no more."""
-    inner = getattr(estimator, "func", estimator)
     first = next(iter(inspect.signature(estimator).parameters))
     check(
-        not hasattr(inner, "provenance") or first in ("rewards", "token_rewards", "step_rewards"),
+        _mark(estimator, "provenance", None) is None or first in ("rewards", "token_rewards", "step_rewards"),
         "{}: {} takes {} where {} has rewards; wrap it in a function of rewards and group_ids",
         name,
         name_of(estimator),

@@ -1,7 +1,7 @@
 """How tokens form rows, and rows form the levels above them."""
 
 from .cuts import MicroBatch
-from .hierarchy import Hierarchy, LeafTables, alone_without, renumber, row_counts
+from .hierarchy import Hierarchy, LeafTables, alone_without, first_of_each, renumber, row_at, row_counts
 from .packed import PackedBatch
 from .padded import takes_padded
 
@@ -11,7 +11,9 @@ __all__ = [
     "MicroBatch",
     "PackedBatch",
     "alone_without",
+    "first_of_each",
     "renumber",
+    "row_at",
     "row_counts",
     "takes_padded",
 ]

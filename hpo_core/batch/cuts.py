@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..checks import check, check_dtype, check_shape
+from .hierarchy import row_at
 
 if TYPE_CHECKING:
     from .packed import PackedBatch
@@ -115,7 +116,7 @@ def _steps_of(
     begin, end = batch.step_ranges()
     filled = (end > begin).nonzero().flatten()  # an empty step belongs to no row
     begin, end = begin[filled], end[filled]
-    row = torch.searchsorted(batch.cu_seqlens, begin, right=True) - 1  # [N], ascending as the steps are
+    row = row_at(batch, begin)  # [N], ascending as the steps are
     first, last = torch.searchsorted(row, index), torch.searchsorted(row, index, right=True)
     chosen, owner = _concatenated_ranges(first, last - first)
     ranges = torch.stack((begin[chosen], end[chosen]), 1) - shift[owner, None]

@@ -36,7 +36,7 @@ def hierarchy_of(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
     # Kernels check leaves and read them again later; copies cannot be refilled in between.
     if Unit.STEP in units and batch.rows > 0:  # without rows every step is empty
         begin, end = (offsets.clone() for offsets in batch.step_ranges())
-        row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), begin, right=True).clamp(max=max(batch.rows - 1, 0))
+        row = row_at(batch, begin).clamp(max=batch.rows - 1)
     else:
         begin, end = batch.cu_seqlens[:-1].clone(), batch.cu_seqlens[1:].clone()
         row = torch.arange(batch.rows, device=batch.device)
@@ -45,13 +45,13 @@ def hierarchy_of(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
     if Unit.GROUP in units:
         segments[Unit.GROUP] = _named(batch, Unit.GROUP, trajectory)
     if Unit.DOMAIN in units:
-        group = trajectory if batch.group_ids is None else _first_of_each(_named(batch, Unit.GROUP, trajectory))
+        group = trajectory if batch.group_ids is None else first_of_each(_named(batch, Unit.GROUP, trajectory))
         segments[Unit.DOMAIN] = _named(batch, Unit.DOMAIN, group)
     leaf = torch.arange(begin.numel(), device=batch.device)
     step = leaf
     if batch.step_ids is not None and Unit.STEP in units and batch.rows > 0:
-        step = _first_of_each(torch.where(batch.step_ids < 0, -1 - leaf, batch.step_ids))
-    ancestors = [step if unit is Unit.STEP else _first_of_each(segments[unit][row]) for unit in units]
+        step = first_of_each(alone_without(batch.step_ids, leaf))
+    ancestors = [step if unit is Unit.STEP else first_of_each(segments[unit][row]) for unit in units]
     return Hierarchy(begin, end, row, torch.stack(ancestors) if units else leaf.new_empty((0, leaf.numel())))
 
 
@@ -60,10 +60,10 @@ def _named(batch: PackedBatch, unit: Unit, finer: torch.Tensor) -> torch.Tensor:
     ids, name = batch.ids(unit), unit.name.lower()
     check(ids is not None, "batch: the gate has a level of {}s; pass {}_ids to PackedBatch", name, name)
     assert ids is not None
-    return torch.where(ids < 0, -1 - finer, ids)
+    return alone_without(ids, finer)
 
 
-def _first_of_each(ids: torch.Tensor) -> torch.Tensor:
+def first_of_each(ids: torch.Tensor) -> torch.Tensor:
     """For every id the index of its first occurrence."""
     numbers, ranks, order = renumber(ids)
     return order[torch.searchsorted(ranks, numbers)]
@@ -86,10 +86,21 @@ def renumber(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return torch.empty_like(ranks).scatter_(0, order, ranks), ranks, order
 
 
-def alone_without(ids: torch.Tensor) -> torch.Tensor:
-    """The ids ``[S]``, with a negative number of its own for each negative one, which means none."""
-    return torch.where(ids < 0, -1 - torch.arange(ids.numel(), device=ids.device), ids)
+def alone_without(ids: torch.Tensor, finer: torch.Tensor | None = None) -> torch.Tensor:
+    """The ids ``[S]``, with another negative number for each negative one, which means none; ``finer``: for each of
+    these segments, which are then one by themselves. Default: for each place."""
+    own = torch.arange(ids.numel(), device=ids.device) if finer is None else finer
+    return torch.where(ids < 0, -1 - own, ids)
 
 
-def row_counts(batch: PackedBatch) -> torch.Tensor:
-    return ops.row_counts(batch.mask, batch.cu_seqlens, batch.total_tokens, None)
+def row_at(batch: PackedBatch, token: torch.Tensor) -> torch.Tensor:
+    """The row of each of these tokens, int64; the number of rows for one behind the last. Empty rows hold no token."""
+    return torch.searchsorted(batch.cu_seqlens[1:].contiguous(), token, right=True)
+
+
+def row_counts(batch: PackedBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
+    """The valid tokens of each row, ``[S]`` int64; with a mask ``[T]`` the chosen ones among them."""
+    mask = batch.mask
+    if chosen is not None:
+        mask = (chosen if mask is None else chosen & mask).contiguous()
+    return ops.row_counts(mask, batch.cu_seqlens, batch.total_tokens, None)

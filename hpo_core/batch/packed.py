@@ -12,7 +12,7 @@ from ..arguments import examines
 from ..checks import check, check_device, check_real, check_shape, require_type
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
-from .hierarchy import Hierarchy, LeafTables, hierarchy_of, row_counts, trajectories_of
+from .hierarchy import Hierarchy, LeafTables, hierarchy_of, row_at, row_counts, trajectories_of
 from .levels import at_level
 from .structure import as_bool, check_structure, checked_tensors
 
@@ -266,8 +266,7 @@ class PackedBatch:
 
     def row_of_token(self) -> torch.Tensor:
         """Row of every token ``[T]`` int64, -1 for tokens beyond the last offset."""
-        token = torch.arange(self.total_tokens, device=self.device)
-        row = torch.searchsorted(self.cu_seqlens[1:].contiguous(), token, right=True)  # empty rows hold no token
+        row = row_at(self, torch.arange(self.total_tokens, device=self.device))
         return torch.where(row < self.rows, row, -1)
 
     def is_first_token(self) -> torch.Tensor:
@@ -327,7 +326,7 @@ class PackedBatch:
     def row_of_step(self) -> torch.Tensor:
         """Row of every step ``[N]`` int64, -1 for those empty or in no row. Needs ``cu_steps`` or ``steps``."""
         begin, end = self.step_ranges()
-        row = torch.searchsorted(self.cu_seqlens, begin, right=True) - 1
+        row = row_at(self, begin)
         return torch.where((end > begin) & (row < self.rows), row, -1)
 
     def ids_of_steps(self) -> dict[str, torch.Tensor]:

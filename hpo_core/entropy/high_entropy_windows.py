@@ -13,8 +13,7 @@ from fractions import Fraction
 import torch
 import torch.distributed
 
-from .. import ops
-from ..batch import PackedBatch
+from ..batch import PackedBatch, row_counts
 from ..checks import check, check_device, check_dtype, check_tokens
 from ..distributed import gather
 from ..gates.inputs import of_row, valid_tokens
@@ -166,8 +165,7 @@ def count_of_rows(mask: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     tensor([1, 1])
     """
     check_tokens(batch, mask=mask)
-    chosen = mask if batch.mask is None else mask & batch.mask
-    return ops.row_counts(chosen.contiguous(), batch.cu_seqlens, batch.total_tokens, None)
+    return row_counts(batch, mask)
 
 
 @preset(Provenance.PAPER)

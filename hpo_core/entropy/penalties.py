@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..advantages.terms import check_compat
-from ..batch import PackedBatch
+from ..batch import PackedBatch, row_counts
 from ..checks import check, check_device, check_dtype, check_rows, check_tokens
 from ..distributed import sum_in_order
 from ..gates.inputs import of_row, valid_tokens
@@ -124,10 +124,7 @@ def siren_mean(entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor) ->
     check_tokens(batch, mask=mask)
     values, usable = _differentiable(entropy, batch)
     chosen = usable & mask
-    row = batch.row_of_token()
-    slot = torch.where(chosen, row, batch.rows)
-    count = torch.zeros(batch.rows + 1, dtype=torch.int64, device=row.device)
-    count = count.scatter_add_(0, slot, chosen.to(torch.int64))[:-1]
+    count = row_counts(batch, chosen)
     rows = (count > 0).sum().clamp(min=1)
     weights = torch.where(count > 0, 1.0 / (count.clamp(min=1) * rows).double(), 0.0)
     return _summed(torch.where(chosen, values, 0.0), chosen, batch, weights, entropy.dtype)

@@ -10,6 +10,7 @@ import torch
 
 from ..batch import PackedBatch
 from ..checks import check, check_tokens
+from ..reference.terms import SATURATION
 from ..specs import Provenance
 from .maps import two_knot
 from .selection import Selection
@@ -87,7 +88,7 @@ def hapo_redistribution(
     given, state = _read(entropy, batch, state, backend)
     policies = read(batch, logp=logp, old_logp=old_logp)
     older = torch.where(policies.usable, old_logp.detach().double(), 0.0)
-    ratio = torch.exp((policies.values - older).clamp(-60, 60))
+    ratio = torch.exp((policies.values - older).clamp(-SATURATION, SATURATION))
     if bounds is None:
         is_inside = (ratio >= 1 - eps[0] / 2) & (ratio <= 1 + eps[1] / 2)
     else:
@@ -149,8 +150,8 @@ def _relative(given: Signal, state: PivotState, compat: str) -> torch.Tensor:
     below = -1.0 if _is_code(compat) else 1.0
     least, pivot, greatest = (each.log() for each in state[:3])
     down, up = pivot - least, greatest - pivot
-    low = torch.where(down > 0, below / torch.where(down > 0, down, 1.0), 0.0)
-    high = torch.where(up > 0, 1 / torch.where(up > 0, up, 1.0), 0.0)
+    low = torch.where(down > 0, below / down, 0.0)
+    high = torch.where(up > 0, 1 / up, 0.0)
     return two_knot(_logs(given), low=(pivot, low), high=(pivot, high))
 
 

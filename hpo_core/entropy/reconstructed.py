@@ -11,6 +11,7 @@ from ..advantages.terms import as_advantages, known
 from ..batch import PackedBatch
 from ..checks import check, check_rows, check_tokens, check_units
 from ..gates.inputs import of_row, valid_tokens
+from ..reference.terms import SATURATION
 from ..segments import dense_ids, statistics
 from ..specs import OrderRule, Provenance
 from .maps import two_knot
@@ -62,7 +63,7 @@ def dcpo_regulariser(
     check(ratio_cap >= 1, "ratio_cap: expected a ratio >= 1, got {}", ratio_cap)
     given = read(batch, target_logp=target_logp, old_logp=old_logp)
     older = torch.where(given.usable, old_logp.detach().double(), 0.0)
-    ratio = torch.exp((given.values - older).clamp(-60, 60)).clamp(max=ratio_cap)
+    ratio = torch.exp((given.values - older).clamp(-SATURATION, SATURATION)).clamp(max=ratio_cap)
     return Selection(weight=given.result(ratio, 1.0))
 
 

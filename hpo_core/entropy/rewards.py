@@ -158,7 +158,7 @@ def ares_scales(
         found = statistics(padded, ids, mask=mask, backend=backend)
     mean, squares, members = (each[-3:] for each in (found.mean, found.squares, found.members))
     variance = squares / members.clamp(min=1)
-    scale = torch.where(variance > 0, (mean - target.detach()) / torch.where(variance > 0, variance, 1.0), 0.0)
+    scale = torch.where(variance > 0, (mean - target.detach()) / variance, 0.0)
     return known(scale).clamp(min=0).float()
 
 

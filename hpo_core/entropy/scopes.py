@@ -14,7 +14,7 @@ import torch.distributed
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch, renumber
+from ..batch import PackedBatch, alone_without, renumber, row_at
 from ..checks import check, check_device, check_dtype, check_shape, examined, require_type
 from ..specs import OrderRule
 from .aggregates import flat_values
@@ -279,10 +279,10 @@ def _steps(batch: PackedBatch, group: torch.distributed.ProcessGroup | None) -> 
     steps = count = batch.num_steps or 0
     number = torch.arange(steps, device=batch.device)
     if batch.step_ids is not None:
-        own = -1 - number
+        own = number
         if group is not None:  # ranges without a name stay with their rank
-            own = own * torch.distributed.get_world_size(group) - torch.distributed.get_rank(group)
-        number, count = _names(torch.where(batch.step_ids < 0, own, batch.step_ids), group)
+            own = number * torch.distributed.get_world_size(group) + torch.distributed.get_rank(group)
+        number, count = _names(alone_without(batch.step_ids, own), group)
     if batch.cu_steps is not None:
         segments, scope = batch.cu_steps, None if batch.step_ids is None else number
     elif steps == 0:
@@ -291,8 +291,7 @@ def _steps(batch: PackedBatch, group: torch.distributed.ProcessGroup | None) -> 
         assert batch.steps is not None
         segments = batch.steps.reshape(-1)
         scope = torch.stack((number, torch.full_like(number, -1)), 1).reshape(-1)[:-1].contiguous()
-    last_row = max(batch.rows - 1, 0)
-    row = torch.searchsorted(batch.cu_seqlens[1:].contiguous(), segments[:-1], right=True).clamp(max=last_row)
+    row = row_at(batch, segments[:-1]).clamp(max=max(batch.rows - 1, 0))
     return _Scoping(segments, scope, count, row)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, check_compat, known
-from ..batch import PackedBatch, renumber
+from ..batch import PackedBatch, alone_without, first_of_each, row_counts
 from ..checks import check, check_rows, check_units
 from ..gates.inputs import of_row
 from ..segments import chains, statistics
@@ -84,11 +84,9 @@ def ettrl(
 
 def _means(given: Signal, batch: PackedBatch, padded: bool, backend: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean entropy of each row, and the mean of those of its group, ``[S]`` float64 each; 0 where there is none."""
-    row = batch.row_of_token()
-    mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
+    mean = means_of_segments(given.values, batch.row_of_token(), batch.rows, given.usable, backend)
     if padded:  # the padded length is the same for all rows, and cancels
-        count = torch.zeros_like(mean)
-        mean = mean * count.scatter_add_(0, row.clamp(min=0), given.usable.to(mean.dtype)) if batch.rows else mean
+        mean = mean * row_counts(batch, given.usable)
     of_group = statistics(mean.to(given.dtype), batch.group_ids, backend=backend)
     known_mean = torch.isfinite(mean)
     return torch.where(known_mean, mean, 0.0), torch.where(known_mean, of_group.mean, 0.0)
@@ -134,7 +132,7 @@ def empg(
     usable = torch.isfinite(mean)
     ends = statistics(mean.to(given.dtype), None, backend=backend)
     span = ends.greatest - ends.least
-    h = torch.where(usable & (span > 0), (mean - ends.least) / torch.where(span > 0, span, 1.0), 0.0)
+    h = torch.where(usable & (span > 0), (mean - ends.least) / span, 0.0)
     own = torch.exp(-k * h)
     g = own / statistics(own.to(given.dtype), None, mask=usable, backend=backend).mean
     is_first = first == torch.arange(first.numel(), device=first.device)
@@ -148,11 +146,9 @@ def empg(
 
 def _first_ranges(batch: PackedBatch) -> torch.Tensor:
     """The first range with the step id of each range, ``[N]`` int64; a range without a name is a step of its own."""
-    own = torch.arange(batch.num_steps or 0, device=batch.device)
     if batch.step_ids is None:
-        return own
-    number, ascending, order = renumber(torch.where(batch.step_ids < 0, -1 - own, batch.step_ids))
-    return order[torch.searchsorted(ascending, number)]
+        return torch.arange(batch.num_steps or 0, device=batch.device)
+    return first_of_each(alone_without(batch.step_ids))
 
 
 @preset(Provenance.VERIFIED, level="token")
@@ -196,7 +192,7 @@ def ucas(
     shaped = of_row_advantages * torch.exp(torch.where(of_row_advantages > 0, -right * c, wrong * c))
     ends = statistics(given.values.to(given.dtype), None, mask=given.usable, backend=backend)
     span = ends.greatest - ends.least
-    scaled = torch.where(span > 0, (given.values - ends.least) / torch.where(span > 0, span, 1.0), 0.0)
+    scaled = torch.where(span > 0, (given.values - ends.least) / span, 0.0)
     of_token = of_row(shaped, row, 0.0)
     final = of_token - certainty * scaled
     final = torch.where(of_token > 0, final.clamp(min=0), final)

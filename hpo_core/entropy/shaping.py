@@ -14,6 +14,7 @@ import torch.distributed
 
 from ..batch import PackedBatch
 from ..checks import check
+from ..reference.terms import SATURATION
 from ..specs import Provenance
 from .maps import two_knot
 from .selection import Selection
@@ -87,7 +88,7 @@ def aepo_ruc(
     given = read(batch, entropy=entropy)
     found = statistics_of(given, state, backend).at()
     deviation = found.deviation(1)
-    gain = torch.where(deviation > 0, alpha / torch.where(deviation > 0, deviation, 1.0), 0.0)
+    gain = torch.where(deviation > 0, alpha / deviation, 0.0)
     factor = two_knot(given.values, 1.0, low=(found.mean, gain), high=(found.mean, gain), least=least)
     return Selection(advantage_factor=given.result(factor, 1.0))
 
@@ -141,7 +142,7 @@ def entropy_change(
     given = read(batch, logp=logp, old_logp=old_logp, entropy=entropy)
     own = given.values.clamp(max=0)
     older, spread = (torch.where(given.usable, each.detach().double(), 0.0) for each in (old_logp, entropy))
-    ratio = torch.exp((own - older).clamp(-60, 60))
+    ratio = torch.exp((own - older).clamp(-SATURATION, SATURATION))
     change = advantages_of_tokens(advantages, batch, advantage_level) * ratio * -torch.expm1(own) * (own + spread)
     return given.result(change, 0.0)
 
@@ -201,7 +202,7 @@ def steer_linear(
     size = _sizes(change, batch)
     found = statistics_of(size, state, backend).at()
     span = found.greatest - found.least
-    gain = torch.where(span > 0, -(most - least) / torch.where(span > 0, span, 1.0), 0.0)
+    gain = torch.where(span > 0, -(most - least) / span, 0.0)
     weight = two_knot(size.values, most, low=(found.least, gain), high=(found.least, gain))
     return Selection(weight=size.result(weight, 1.0))
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from ..advantages.terms import check_compat
-from ..batch import PackedBatch
+from ..batch import PackedBatch, row_counts
 from ..checks import check, check_rows
 from ..gates.inputs import of_row
 from ..specs import OrderRule, Provenance
@@ -124,9 +124,7 @@ def hicra_tokens(
     check_rows(batch, advantages=advantages)
     below = 1 - exact_fraction("share", share)
     given, row = read(batch, entropy=entropy), batch.row_of_token()
-    slot = torch.where(given.usable, row, batch.rows)
-    length = torch.zeros(batch.rows + 1, dtype=torch.int64, device=row.device)
-    length = length.scatter_add_(0, slot, given.usable.to(torch.int64))[:-1]
+    length = row_counts(batch, given.usable)
     # The statistic is the least of the largest L - floor(below L).
     kept = length - torch.div(length * below.numerator, below.denominator, rounding_mode="floor")
     values = torch.where(given.usable, entropy.detach(), torch.nan)

@@ -107,7 +107,7 @@ def _outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 def _rewards(u: torch.Tensor, mean: torch.Tensor, right: torch.Tensor, alpha: tuple[float, float]) -> torch.Tensor:
-    share = torch.where(mean > 0, u / torch.where(mean > 0, mean, 1.0), 1.0)
+    share = torch.where(mean > 0, u / mean, 1.0)
     size = alpha[0] + alpha[1] * share
     return torch.where(right, size, -size)
 

@@ -211,8 +211,10 @@ class EntropyWindow:
     def _fit_over_ranks(
         self, score: torch.Tensor, group: torch.distributed.ProcessGroup, backend: str | None
     ) -> WindowState:
-        state = _fit_over_ranks(score, self.quantile, self.rule, group)
-        return state._replace(scored_by=_scorer(self, score, backend))
+        """All scores of all ranks are one scope: three all-reduces of at most 16 KiB."""
+        scope, quantile = torch.zeros_like(score, dtype=torch.int64), self.quantile.as_integer_ratio()
+        threshold, counts = quantiles_over_ranks(score, scope, 1, quantile, self.rule, group)
+        return WindowState(threshold, counts[0, :1], counts[0, 1:], _scorer(self, score, backend))
 
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
         """The values compared with the threshold: scores, or entropies themselves for windows of one token."""
@@ -311,12 +313,3 @@ def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         threshold.device,
     )
     return threshold.detach().to(values.dtype)
-
-
-def _fit_over_ranks(
-    score: torch.Tensor, quantile: Fraction, rule: OrderRule, group: torch.distributed.ProcessGroup
-) -> WindowState:
-    """All scores of all ranks are one scope: three all-reduces of at most 16 KiB."""
-    scope = torch.zeros_like(score, dtype=torch.int64)
-    threshold, counts = quantiles_over_ranks(score, scope, 1, quantile.as_integer_ratio(), rule, group)
-    return WindowState(threshold, *counts.T)

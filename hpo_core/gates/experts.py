@@ -6,7 +6,7 @@ import torch
 
 from ..arguments import examines
 from ..checks import check, check_dtype
-from .inputs import _NUMBERS, _ROUNDING, _draws
+from .inputs import _NUMBERS, _ROUNDING, draws_of
 
 _BETWEEN_SEEDS = 1_000_003
 
@@ -77,5 +77,5 @@ def ink_grpo_coefficient(step: int, *, seed: int = 0, coefficient: float = 0.1, 
     check(step >= 0, "step: expected a number of updates, got {}", step)
     check(coefficient >= 0, "coefficient: expected a factor >= 0, got {}", coefficient)
     check(0 <= probability <= 1, "probability: expected a number in [0, 1], got {}", probability)
-    draw = int(_draws(1, seed * _BETWEEN_SEEDS + step, torch.device("cpu"))) / 2**53
+    draw = int(draws_of(torch.zeros(1, dtype=torch.int64, device="cpu"), seed * _BETWEEN_SEEDS + step)) / 2**53
     return coefficient if draw < probability else 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 
@@ -11,9 +10,9 @@ from .. import ops
 from ..arguments import examines
 from ..batch import PackedBatch
 from ..checks import check
-from .inputs import _check_policies, of_tokens, per_token, valid_tokens
+from .inputs import check_policies, of_tokens, per_token, valid_tokens
 from .ratio_gate import GateInputs, RatioGate
-from .token_level import _renamed, ppo_clip
+from .token_level import ppo_clip, renamed
 
 _LEAST_LOG = -20.0  # of a token's log-ratio in the sum, as in the code
 _UNSAFE = (0.8, 1.0)  # where the weight of a mistake that became likely is held, as in the code
@@ -35,8 +34,8 @@ def fipo(eps_low: float = 0.2, eps_high: float = 0.28, ratio_dual: float = 10.0)
     >>> fipo().needs[0][0]
     'token_weight'
     """
-    gate = _renamed("fipo", ppo_clip(eps_low, eps_high, ratio_dual), "arXiv 2603.19835")
-    return replace(gate, needs=(("token_weight", "gates.fipo_weight(logp, old_logp, advantages, batch)"),))
+    weight = "gates.fipo_weight(logp, old_logp, advantages, batch)"
+    return renamed("fipo", ppo_clip(eps_low, eps_high, ratio_dual), "arXiv 2603.19835", token_weight=weight)
 
 
 @of_tokens
@@ -87,7 +86,7 @@ def fipo_weight(
     check(ratio_dual >= 1, "ratio_dual: expected a factor >= 1, got {}", ratio_dual)
     check(0 <= eps_low <= 1, "eps_low: expected an epsilon in [0, 1], got {}", eps_low)
     check(eps_high >= 0, "eps_high: expected an epsilon >= 0, got {}", eps_high)
-    _check_policies(batch, logp, old_logp)
+    check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
     negative = valid & (per_token(advantages, batch, advantage_level) < 0)
     x = torch.where(valid, logp.detach() - old_logp.detach(), 0.0)

@@ -9,7 +9,7 @@ from ..checks import check
 from ..specs import Provenance, Unit
 from .parts import Drop, Level, LogClip, Rollback
 from .ratio_gate import RatioGate
-from .token_level import _pessimistic
+from .token_level import pessimistic_clip
 
 
 @examines
@@ -26,7 +26,7 @@ def step_gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     >>> step_gspo().first_order.name
     'SEGMENT_MEAN'
     """
-    level = Level(_pessimistic(eps_low, eps_high), unit=Unit.STEP)
+    level = Level(pessimistic_clip(eps_low, eps_high), unit=Unit.STEP)
     return RatioGate("step_gspo", Drop(), (level,), source="arXiv 2507.18071, per step", provenance=Provenance.PAPER)
 
 
@@ -57,7 +57,7 @@ def fiberpo(
     """
     return RatioGate(
         "fiberpo",
-        _residual_clip(log_clip),
+        residual_clip(log_clip),
         (Level(Rollback(log_budgets, slope)),),
         split=True,
         source="arXiv 2604.03044",
@@ -65,6 +65,6 @@ def fiberpo(
     )
 
 
-def _residual_clip(epsilon: float) -> LogClip:
+def residual_clip(epsilon: float) -> LogClip:
     check(0 <= epsilon < math.inf, "log_clip: expected a log-ratio >= 0, got {}", epsilon)
     return LogClip(low=(-epsilon, -epsilon), high=(epsilon, epsilon))

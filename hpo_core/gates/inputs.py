@@ -18,7 +18,7 @@ from ..arguments import examines
 from ..batch import PackedBatch, alone_without, renumber, takes_padded
 from ..checks import check, check_dtype, check_tokens, check_units
 from ..distributed import sum_in_order
-from ..specs import OrderRule
+from ..specs import GroupStatistics, OrderRule
 from .ratio_gate import GateInputs
 from .token_level import check_epsilons
 
@@ -203,12 +203,12 @@ def clip_cov_mask(
     """
     check(low <= high, "low: expected low <= high, got {} and {}", low, high)
     check_epsilons(eps_low, eps_high)
-    _check_policies(batch, logp, old_logp)
+    check_policies(batch, logp, old_logp)
     covariance, advantage, counted = _covariance(logp, advantages, batch, advantage_level)
     ratio = torch.where(counted, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
     clipped = ((advantage > 0) & (ratio > 1 + eps_high)) | ((advantage < 0) & (ratio < 1 - eps_low))
     eligible = counted & (covariance > low) & (covariance < high) & ~clipped & ~ratio.isnan()
-    draw = _draws(logp.numel(), seed, logp.device)
+    draw = draws_of(torch.arange(logp.numel(), device=logp.device), seed)
     return GateInputs(token_mask=~_greatest(draw, eligible, share, batch, counted))
 
 
@@ -241,7 +241,7 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3])).token_mask
     tensor([ True, False,  True])
     """
-    _check_policies(batch, logp, old_logp)
+    check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
     square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()
     ordered, order = torch.where(valid, square, torch.full_like(square, torch.inf)).sort(stable=True)
@@ -275,7 +275,7 @@ def rec_ring_mask(
     """
     for name, pair in (("eps_near", eps_near), ("eps_far", eps_far)):
         check(0 <= pair[0] < 1 and pair[1] >= 0, "{}: expected epsilons (low < 1, high), got {}", name, pair)
-    _check_policies(batch, logp, old_logp)
+    check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
     advantage = per_token(advantages, batch, advantage_level)
     x = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp))
@@ -315,6 +315,9 @@ def gbpo_target(
         group_ids: ``[S]`` integers; a negative one means none: a group of one. None: one group.
         eps_low, eps_high, temperature: 0.2, 0.2 and 1, the code's. A group of one has median 0 and std 1, as there.
 
+    A score that is not finite is in no median and no deviation, and gets a target of NaN, with which the loss leaves it
+    out and counts it.
+
     >>> gbpo_target(torch.tensor([0.0, 1.0, 2.0])).target
     tensor([0.9076, 1.0000, 1.0924])
     """
@@ -322,28 +325,22 @@ def gbpo_target(
     check_dtype("scores", scores, _NUMBERS, "use scores.float()")
     check_epsilons(eps_low, eps_high)
     check(temperature > 0, "temperature: expected a number above 0, got {}", temperature)
-    x = scores.double()
+    x = scores.detach().float()
+    x = torch.where(x.isfinite(), x, torch.nan)  # which is sorted to the end
     ids = torch.zeros(x.shape, dtype=torch.int64, device=x.device) if group_ids is None else group_ids
-    group, _, _ = renumber(alone_without(ids))
-    zeros = x.new_zeros(x.numel())
-    size = zeros.index_add(0, group, torch.ones_like(x))
-    mean = zeros.index_add(0, group, x) / size.clamp(min=1)
-    variance = zeros.index_add(0, group, (x - mean[group]).square()) / (size - 1).clamp(min=1)
-    alone = size == 1
-    std = torch.where(alone, torch.ones_like(variance), variance.sqrt())
-
+    group, ranks, _ = renumber(alone_without(ids))
+    found = GroupStatistics(*ops.group_statistics(x, group, None, None, None))
     by_score = x.argsort(stable=True)
-    ordered = x[by_score[group[by_score].argsort(stable=True)]]  # groups in order, scores in order within each
-    start = size.cumsum(0) - size
-    last = max(x.numel() - 1, 0)
-    middle = [(start + half).long().clamp(0, last) for half in ((size - 1).div(2).floor(), size.div(2).floor())]
-    median = torch.where(alone, torch.zeros_like(size), 0.5 * (ordered[middle[0]] + ordered[middle[1]]))
-    relative = (x - median[group]) / (std[group] + 1e-6)
+    ordered = x[by_score[group[by_score].argsort(stable=True)]].double()  # groups in order, scores within each
+    start, last = torch.searchsorted(ranks, group), (found.members.long() - 1).clamp(min=0)
+    alone = found.members == 1
+    median = 0.5 * (ordered[start + last // 2] + ordered[start + (last + 1) // 2]).masked_fill(alone, 0.0)
+    relative = (x - median) / (found.deviation(1).masked_fill(alone, 1.0) + 1e-6)
     target = 1 - eps_low + (eps_low + eps_high) * torch.sigmoid(relative / temperature)
     return GateInputs(target=target.to(scores.dtype))
 
 
-def _check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tensor | None = None) -> None:
+def check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tensor | None = None) -> None:
     check_dtype("logp", logp, _NUMBERS, _ROUNDING)
     if old_logp is not None:
         check_dtype("old_logp", old_logp, _NUMBERS, _ROUNDING)
@@ -372,7 +369,7 @@ def _covariance(
     logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, level: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of advantage and log-probability, the advantage ``[T]``, and at which tokens both are numbers."""
-    _check_policies(batch, logp)
+    check_policies(batch, logp)
     advantage, logp = per_token(advantages, batch, level), logp.detach()
     counted = valid_tokens(batch) & advantage.isfinite() & logp.isfinite()
     n = counted.sum().clamp(min=1)
@@ -391,11 +388,6 @@ def _greatest(
     wanted = (share * counted.sum().double()).floor().clamp(min=1).long().reshape(1)
     segments = ops.segments_of_call(batch.cu_seqlens, key.numel())
     return ops.select_exact(key.float(), segments, torch.zeros_like(segments[1:]), wanted, None, eligible, None)
-
-
-def _draws(count: int, seed: int, device: torch.device) -> torch.Tensor:
-    """A pseudo-random number for every position."""
-    return draws_of(torch.arange(count, device=device), seed)
 
 
 def draws_of(numbers: torch.Tensor, seed: int) -> torch.Tensor:

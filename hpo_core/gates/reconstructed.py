@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..arguments import examines
 from ..checks import check
 from ..specs import Aggregate, Head, Provenance, Routing, Unit
-from .hierarchical import _residual_clip
+from .hierarchical import residual_clip
 from .parts import Clip, Drop, Excess, Identity, Level, Rollback
 from .ratio_gate import RatioGate
-from .token_level import _pessimistic
+from .token_level import pessimistic_clip
 
 __all__ = ["apc", "fiberpo_domain", "mdpo", "p3o", "two_scale"]
 
@@ -70,7 +70,7 @@ def fiberpo_domain(
         Level(Rollback((domain, domain), slope), routing, Unit.DOMAIN),
     )
     return RatioGate(
-        "fiberpo_domain", _residual_clip(log_clip), levels, split=True, source="arXiv 2603.08239",
+        "fiberpo_domain", residual_clip(log_clip), levels, split=True, source="arXiv 2603.08239",
         provenance=Provenance.RECONSTRUCTED,
     )  # fmt: skip
 
@@ -140,6 +140,6 @@ def two_scale(
     >>> two_scale().levels[1].unit.name
     'TRAJECTORY'
     """
-    levels = (Level(_pessimistic(*step), unit=Unit.STEP), Level(_pessimistic(*trajectory)))
-    residual = Drop() if token is None else _pessimistic(token, token)
+    levels = (Level(pessimistic_clip(*step), unit=Unit.STEP), Level(pessimistic_clip(*trajectory)))
+    residual = Drop() if token is None else pessimistic_clip(token, token)
     return RatioGate("two_scale", residual, levels, source="hpo_core", provenance=Provenance.RECONSTRUCTED)

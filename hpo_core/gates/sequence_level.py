@@ -9,7 +9,7 @@ from ..checks import check
 from ..specs import Action, Aggregate, Head, Provenance, Routing
 from .parts import Channel, Clip, Correction, Drop, Gamma, Identity, Level, LogClip
 from .ratio_gate import RatioGate
-from .token_level import _pessimistic, check_epsilons
+from .token_level import check_epsilons, pessimistic_clip
 
 
 @examines
@@ -32,7 +32,7 @@ def gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     return RatioGate(
         "gspo",
         Drop(),
-        (Level(_pessimistic(eps_low, eps_high)),),
+        (Level(pessimistic_clip(eps_low, eps_high)),),
         source="arXiv 2507.18071",
         provenance=Provenance.VERIFIED,
     )
@@ -51,7 +51,7 @@ def gspo_token(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     >>> gspo_token().first_order.name
     'EXACT'
     """
-    level = Level(_pessimistic(eps_low, eps_high), Routing.SELF)
+    level = Level(pessimistic_clip(eps_low, eps_high), Routing.SELF)
     return RatioGate("gspo_token", Drop(), (level,), source="arXiv 2507.18071", provenance=Provenance.VERIFIED)
 
 
@@ -81,7 +81,7 @@ def luspo(eps_low: float = 2e-3, eps_high: float = 2.5e-3) -> RatioGate:
     return RatioGate(
         "luspo",
         Drop(),
-        (Level(_pessimistic(eps_low, eps_high)),),
+        (Level(pessimistic_clip(eps_low, eps_high)),),
         source="arXiv 2602.05261",
         provenance=Provenance.VERIFIED,
     )

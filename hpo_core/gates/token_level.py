@@ -44,7 +44,7 @@ def ppo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
     (1.28, 3.0)
     """
     check(ratio_dual is None or ratio_dual > 1, "ratio_dual: expected a ratio c > 1 or None, got {}", ratio_dual)
-    clip = _pessimistic(eps_low, eps_high, math.inf if ratio_dual is None else ratio_dual)
+    clip = pessimistic_clip(eps_low, eps_high, math.inf if ratio_dual is None else ratio_dual)
     return RatioGate(
         "ppo_clip", clip, source="arXiv 1707.06347; dual clip arXiv 1912.09729", provenance=Provenance.VERIFIED
     )
@@ -63,7 +63,7 @@ def dapo(eps_low: float = 0.2, eps_high: float = 0.28) -> RatioGate:
     >>> dapo().token.high[0]
     1.28
     """
-    return _renamed("dapo", ppo_clip(eps_low, eps_high), "arXiv 2503.14476")
+    return renamed("dapo", ppo_clip(eps_low, eps_high), "arXiv 2503.14476")
 
 
 @examines
@@ -82,7 +82,7 @@ def triplet_clip(eps_low: float = 0.2, ratio_dual: float = 3.0, eps_high: float 
     check(ratio_dual >= 1, "ratio_dual: expected an absolute ratio >= 1, got {}", ratio_dual)
     return RatioGate(
         "triplet_clip",
-        _pessimistic(eps_low, eps_high, ratio_dual),
+        pessimistic_clip(eps_low, eps_high, ratio_dual),
         source="arXiv 2509.18883",
         provenance=Provenance.VERIFIED,
     )
@@ -141,7 +141,7 @@ def aspo(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float = 3.0) -
     >>> aspo().head.name
     'FLIPPED'
     """
-    clip = _pessimistic(eps_low, eps_high)
+    clip = pessimistic_clip(eps_low, eps_high)
     check(ratio_dual >= 1, "ratio_dual: expected a factor >= 1, got {}; below 1 it would act on-policy", ratio_dual)
     numbers = (float(ratio_dual), float(ratio_dual))
     return RatioGate(
@@ -161,8 +161,8 @@ def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | N
     >>> hapo_clip().needs[0]
     ('bounds', 'gates.hapo_bounds(entropy, batch)')
     """
-    gate = _renamed("hapo_clip", ppo_clip(eps_low, eps_high, ratio_dual), "starriver030515/HAPO")
-    return replace(gate, needs=(("bounds", "gates.hapo_bounds(entropy, batch)"),))
+    gate = ppo_clip(eps_low, eps_high, ratio_dual)
+    return renamed("hapo_clip", gate, "starriver030515/HAPO", bounds="gates.hapo_bounds(entropy, batch)")
 
 
 @examines
@@ -177,8 +177,8 @@ def archer_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float |
     >>> archer_clip().needs[0]
     ('bounds', 'gates.archer_bounds(wide)')
     """
-    gate = _renamed("archer_clip", ppo_clip(eps_low, eps_high, ratio_dual), "arXiv 2510.06062")
-    return replace(gate, needs=(("bounds", "gates.archer_bounds(wide)"),))
+    gate = ppo_clip(eps_low, eps_high, ratio_dual)
+    return renamed("archer_clip", gate, "arXiv 2510.06062", bounds="gates.archer_bounds(wide)")
 
 
 @examines
@@ -192,8 +192,8 @@ def dcpo_clip(ratio_cap: float = 10.0) -> RatioGate:
     >>> dcpo_clip().token.high
     (1.2, 10.0)
     """
-    gate = _renamed("dcpo_clip", ppo_clip(0.16, 0.2, ratio_cap), "arXiv 2509.02333")
-    return replace(gate, needs=(("bounds", "gates.dcpo_bounds(old_logp)"),))
+    gate = ppo_clip(0.16, 0.2, ratio_cap)
+    return renamed("dcpo_clip", gate, "arXiv 2509.02333", bounds="gates.dcpo_bounds(old_logp)")
 
 
 @examines
@@ -207,8 +207,8 @@ def clip_cov(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
     >>> clip_cov().token.high[0]
     1.2
     """
-    gate = _renamed("clip_cov", ppo_clip(eps_low, eps_high, ratio_dual), "arXiv 2505.22617")
-    return replace(gate, needs=(("token_mask", "gates.clip_cov_mask(logp, old_logp, advantages, batch, seed=...)"),))
+    mask = "gates.clip_cov_mask(logp, old_logp, advantages, batch, seed=...)"
+    return renamed("clip_cov", ppo_clip(eps_low, eps_high, ratio_dual), "arXiv 2505.22617", token_mask=mask)
 
 
 @examines
@@ -226,8 +226,8 @@ def capo(eps_low: float = 0.2, eps_high: float = 0.2) -> RatioGate:
     >>> capo().name
     'capo'
     """
-    gate = _renamed("capo", ppo_clip(eps_low, eps_high), "arXiv 2510.00819")
-    return replace(gate, needs=(("token_mask", "gates.GateInputs(token_mask=...)"),))
+    gate = ppo_clip(eps_low, eps_high)
+    return renamed("capo", gate, "arXiv 2510.00819", token_mask="gates.GateInputs(token_mask=...)")
 
 
 @examines
@@ -267,14 +267,15 @@ def cispo(ratio_cap: float = 5.0, ratio_low: float = 0.0, *, unified: bool = Fal
     return RatioGate("cispo", clip, head=Head.SCORE, source="arXiv 2506.13585", provenance=Provenance.VERIFIED)
 
 
-def _pessimistic(eps_low: float, eps_high: float, ratio_dual: float = math.inf) -> Clip:
+def pessimistic_clip(eps_low: float, eps_high: float, ratio_dual: float = math.inf) -> Clip:
     """PPO's clip, which bounds the ratio on the side to which the advantage pulls it."""
     check_epsilons(eps_low, eps_high)
     return Clip(low=(0.0, 1.0 - eps_low), high=(1.0 + eps_high, float(ratio_dual)))
 
 
-def _renamed(name: str, gate: RatioGate, source: str) -> RatioGate:
-    return replace(gate, name=name, source=source)
+def renamed(name: str, gate: RatioGate, source: str, **needs: str) -> RatioGate:
+    """The gate under another name, with what it ``needs`` and the call that makes it."""
+    return replace(gate, name=name, source=source, needs=tuple(needs.items()))
 
 
 def check_epsilons(low: float, high: float, names: tuple[str, str] = ("eps_low", "eps_high")) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from ..backends import resolve
 from ..checks import check, check_dtype
 from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, WindowAggregate
-from .library import OPERATORS, check_offsets, check_operand, define, handed_on, is_traced, numbers_of, register
+from .library import check_offsets, check_operand, define, handed_on, numbers_of, register, run
 
 
 def window_score(
@@ -24,18 +23,15 @@ def window_score(
     aggregate: WindowAggregate = WindowAggregate.MEAN,
 ) -> torch.Tensor:
     result: torch.Tensor
-    if is_traced(values):
-        kinds = (int(boundary), int(invalid), backend or "", int(aggregate))
-        result = OPERATORS.window_score(values, mask, cu_seqlens, first, last, *kinds)
-    else:
-        run = resolve("entropy", values, backend).window_score
-        result = run(values, mask, cu_seqlens, first, last, boundary, invalid, aggregate)
+    result = run(
+        "entropy", "window_score", values, backend, values, mask, cu_seqlens, first, last, boundary, invalid, aggregate
+    )
     return result
 
 
 define(
     "window_score(Tensor values, Tensor? mask, Tensor cu_seqlens, int first, int last, int boundary, int invalid, "
-    "str backend, int aggregate=0) -> Tensor"
+    "int aggregate, str backend) -> Tensor"
 )
 
 
@@ -50,18 +46,13 @@ def order_statistic(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The order statistic of scores, or with ``cu_seqlens`` of the values of tokens, each its own score."""
     result: tuple[torch.Tensor, torch.Tensor]
-    if is_traced(values):
-        quantile = (numerator, denominator, int(rule))
-        result = OPERATORS.order_statistic(values, *quantile, backend or "", mask, cu_seqlens)
-    else:
-        run = resolve("entropy", values, backend).order_statistic
-        result = run(values, numerator, denominator, rule, mask, cu_seqlens)
+    result = run("entropy", "order_statistic", values, backend, values, numerator, denominator, rule, mask, cu_seqlens)
     return result
 
 
 define(
-    "order_statistic(Tensor values, int numerator, int denominator, int rule, str backend, Tensor? mask=None, "
-    "Tensor? cu_seqlens=None) -> (Tensor threshold, Tensor counts)"
+    "order_statistic(Tensor values, int numerator, int denominator, int rule, Tensor? mask, "
+    "Tensor? cu_seqlens, str backend) -> (Tensor threshold, Tensor counts)"
 )
 
 
@@ -75,17 +66,11 @@ def select(
 ) -> torch.Tensor:
     """Whether each score of :func:`order_statistic` is at or above the threshold ``[1]``; ``strict``: above it."""
     result: torch.Tensor
-    if is_traced(values):
-        result = OPERATORS.select(values, threshold, strict, backend or "", mask, cu_seqlens)
-    else:
-        result = resolve("entropy", values, backend).select(values, threshold, strict, mask, cu_seqlens)
+    result = run("entropy", "select", values, backend, values, threshold, strict, mask, cu_seqlens)
     return result
 
 
-define(
-    "select(Tensor values, Tensor threshold, bool strict, str backend, Tensor? mask=None, Tensor? cu_seqlens=None) "
-    "-> Tensor"
-)
+define("select(Tensor values, Tensor threshold, bool strict, Tensor? mask, Tensor? cu_seqlens, str backend) -> Tensor")
 
 
 def select_top(
@@ -100,18 +85,15 @@ def select_top(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`order_statistic`, and the selection of :func:`select` with its threshold."""
     result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    if is_traced(values):
-        quantile = (numerator, denominator, int(rule))
-        result = OPERATORS.select_top(values, *quantile, strict, backend or "", mask, cu_seqlens)
-    else:
-        run = resolve("entropy", values, backend).select_top
-        result = run(values, numerator, denominator, rule, strict, mask, cu_seqlens)
+    result = run(
+        "entropy", "select_top", values, backend, values, numerator, denominator, rule, strict, mask, cu_seqlens
+    )
     return result
 
 
 define(
-    "select_top(Tensor values, int numerator, int denominator, int rule, bool strict, str backend, Tensor? mask=None, "
-    "Tensor? cu_seqlens=None) -> (Tensor threshold, Tensor counts, Tensor selected)"
+    "select_top(Tensor values, int numerator, int denominator, int rule, bool strict, Tensor? mask, "
+    "Tensor? cu_seqlens, str backend) -> (Tensor threshold, Tensor counts, Tensor selected)"
 )
 
 
@@ -133,7 +115,7 @@ def _check_scores(
 
 
 def _check_window(*arguments: Any) -> None:
-    values, mask, cu_seqlens, first, last, boundary, _, backend, aggregate = arguments
+    values, mask, cu_seqlens, first, last, boundary, _, aggregate, backend = arguments
     check(first <= last, "first: expected first <= last, got {} and {}", first, last)
     check(
         boundary != Boundary.ZERO or aggregate in (WindowAggregate.MEAN, WindowAggregate.SUM),
@@ -144,7 +126,7 @@ def _check_window(*arguments: Any) -> None:
 
 
 def _check_quantile(*arguments: Any) -> None:
-    values, numerator, denominator, rule, backend, mask, cu_seqlens = arguments
+    values, numerator, denominator, rule, mask, cu_seqlens, backend = arguments
     check(
         0 <= numerator <= denominator and denominator > 0,
         "numerator: expected a fraction in [0, 1], got {} / {}",
@@ -156,12 +138,12 @@ def _check_quantile(*arguments: Any) -> None:
 
 
 def _check_top(*arguments: Any) -> None:
-    *quantile, _, backend, mask, cu_seqlens = arguments
-    _check_quantile(*quantile, backend, mask, cu_seqlens)
+    *quantile, _, mask, cu_seqlens, backend = arguments
+    _check_quantile(*quantile, mask, cu_seqlens, backend)
 
 
 def _check_selected(*arguments: Any) -> None:
-    values, threshold, _, backend, mask, cu_seqlens = arguments
+    values, threshold, _, mask, cu_seqlens, backend = arguments
     _check_scores(values, mask, cu_seqlens, backend)
     check_operand("threshold", threshold, (1,), (values.dtype,), ("values", values))
 

@@ -8,6 +8,7 @@ sizes are not.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,6 +87,14 @@ def register(
     for device in ("CPU", "CUDA"):
         LIBRARY.impl(name, run, device)
     torch.library.register_fake(f"hpo_core::{name}", shapes, lib=LIBRARY)
+
+
+def run(room: str, name: str, like: torch.Tensor, backend: str | None, *arguments: Any) -> Any:
+    """The op of a backend for the device of ``like``; in a trace the operator, whose last argument is the backend."""
+    if not is_traced(like):
+        return getattr(resolve(room, like, backend), name)(*arguments)
+    plain = (int(each) if isinstance(each, enum.IntEnum) else each for each in arguments)
+    return getattr(OPERATORS, name)(*plain, backend or "")
 
 
 def handed_on(room: str, name: str, **kinds: type) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import torch.distributed
 
 from ..backends import resolve
 from ..checks import check, check_dtype, refuse_tangent
-from ..specs import LogitRows
+from ..specs import LOGITS, LogitRows
 from .library import LIBRARY, OPERATORS, check_native, check_operand, define, is_traced, not_differentiable, register
 from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, merged, shared
 
@@ -25,7 +25,6 @@ SECOND_DERIVATIVE = (
     "graph); use backend='reference' to differentiate twice"
 )
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of blocks of n columns, the states of n / 1024 are merged at once. A merge takes tens of launches, and a state that
 # waits for it takes a hundred bytes of a row, whose logits in a block take 4 n.
 _MERGED = 1024
@@ -376,11 +375,11 @@ def _check_rows(given: LinearRows, backend: str) -> None:
     hidden, weight = given.hidden, given.weight
     check_native(hidden, backend, "this operator", "linear_token_logprobs")
     for name, tensor in (("hidden", hidden), ("weight", weight)):
-        check_dtype(name, tensor, _TYPES, f"use {name}.float()")
+        check_dtype(name, tensor, LOGITS, f"use {name}.float()")
         check(tensor.dim() == 2, "{}: expected two dimensions, got {}", name, list(tensor.shape))
     like = ("hidden", hidden)
-    check_operand("weight", weight, (weight.shape[0], hidden.shape[1]), _TYPES, like)
-    check_operand("bias", given.bias, weight.shape[:1], _TYPES, like, "weight's rows")
+    check_operand("weight", weight, (weight.shape[0], hidden.shape[1]), LOGITS, like)
+    check_operand("bias", given.bias, weight.shape[:1], LOGITS, like, "weight's rows")
     check_operand("targets", given.targets, hidden.shape[:1], (torch.int64,), like)
     check_operand("temperatures", given.temperatures, hidden.shape[:1], (torch.float32,), like)
     check(

@@ -66,34 +66,15 @@ def inverse_of(temperature: float, temperatures: torch.Tensor | None) -> float |
 
 
 def folded(states: Iterable[LogprobState], inverse: float | torch.Tensor) -> LogprobState:
-    """The state of all parts together in float64, merged in their order."""
-    first, *others = (mapped(state, torch.Tensor.double) for state in states)
-    return functools.reduce(lambda whole, state: _merged(whole, state, inverse), others, first)
-
-
-def _merged(one: LogprobState, other: LogprobState, inverse: float | torch.Tensor) -> LogprobState:
-    is_lower = one.top < other.top
-
-    def ordered(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.where(is_lower, y, x), torch.where(is_lower, x, y)
-
-    high, low = ordered(one.top, other.top)
-    is_nothing = low == -torch.inf
-    delta = torch.where(is_nothing, 0.0, (high - low) * inverse)  # NaN where one of them is
-    (others, more), factor = ordered(one.others, other.others), torch.where(is_nothing, 0.0, torch.exp(-delta))
-    added = factor * (1 + more)  # the greatest logit of the lower part now counts among the others
-    distance = None
-    if one.distance is not None and other.distance is not None:
-        near, far = ordered(one.distance, other.distance)
-        distance = (near * (1 + others) + added * (far + delta)) / (1 + others + added)
-    return LogprobState(
-        torch.maximum(one.top, other.top), others + added, distance, torch.maximum(one.target_logit, other.target_logit)
-    )
+    """The state of all parts together in float64, added up in their order."""
+    fields: Any = (None if each[0] is None else torch.stack(each).double() for each in zip(*states, strict=True))
+    table = LogprobState(*fields)
+    return merged(mapped(table, lambda each: each[0]), mapped(table, lambda each: each[1:]), inverse)
 
 
 def merged(state: LogprobState, parts: LogprobState, inverse: float | torch.Tensor) -> LogprobState:
-    """The state and the parts that lie along the first dimension of ``parts``, in float64 and in fewer operations. Each
-    row is added up in the order of the parts, whatever the number of rows."""
+    """The state and the parts that lie along the first dimension of ``parts``, in float64. Each row is added up in
+    the order of the parts, whatever the number of rows."""
     fields: Any = (
         None if one is None or many is None else torch.cat([one[None], many.double()])
         for one, many in zip(state, parts, strict=True)

@@ -8,7 +8,7 @@ import torch
 
 from ..backends import resolve
 from ..checks import check, check_dtype, refuse_tangent
-from ..specs import LogitRows
+from ..specs import LOGITS, LogitRows
 from .library import LIBRARY, OPERATORS, check_native, check_operand, define, is_traced, not_differentiable, register
 
 SECOND_DERIVATIVE = (
@@ -17,8 +17,6 @@ SECOND_DERIVATIVE = (
 )
 
 IN_PLACE = "inplace_gradient: expected an eager backward, got {}; leave inplace_gradient=False"
-
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def token_logprobs(
@@ -159,7 +157,7 @@ def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 def _check_rows(rows: LogitRows, backend: str) -> None:
     logits = rows.logits
     check_native(logits, backend, "this operator", "token_logprobs")
-    check_dtype("logits", logits, _TYPES, "use logits.float()")
+    check_dtype("logits", logits, LOGITS, "use logits.float()")
     check(logits.dim() > 0 and logits.shape[-1] > 0, "logits: expected shape [..., V], got {}", list(logits.shape))
     check(
         logits.stride(-1) == 1 or logits.shape[-1] == 1,

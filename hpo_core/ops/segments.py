@@ -6,26 +6,16 @@ from typing import Any
 
 import torch
 
-from ..backends import resolve
 from ..checks import check, check_dtype
-from .library import OPERATORS, check_offsets, check_operand, define, handed_on, is_traced, numbers_of, register
-
-
-def _run(op: str, like: torch.Tensor, backend: str | None, *arguments: Any) -> torch.Tensor:
-    """The op of a backend for the device of ``like``; in a trace the operator, whose last argument is the backend."""
-    result: torch.Tensor
-    if is_traced(like):
-        result = getattr(OPERATORS, op)(*arguments, backend or "")
-    else:
-        result = getattr(resolve("segments", like, backend), op)(*arguments)
-    return result
+from .library import check_offsets, check_operand, define, handed_on, numbers_of, register, run
 
 
 def row_counts(
     mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None
 ) -> torch.Tensor:
     """Valid tokens of each row ``[S]`` int64."""
-    return _run("row_counts", cu_seqlens, backend, mask, cu_seqlens, total_tokens)
+    result: torch.Tensor = run("segments", "row_counts", cu_seqlens, backend, mask, cu_seqlens, total_tokens)
+    return result
 
 
 define("row_counts(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
@@ -33,7 +23,8 @@ define("row_counts(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, str bac
 
 def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None) -> torch.Tensor:
     """The first offset, each row's first valid token and the one after its last, and the last offset: ``[2 S + 2]``."""
-    return _run("row_spans", cu_seqlens, backend, mask, cu_seqlens, total_tokens)
+    result: torch.Tensor = run("segments", "row_spans", cu_seqlens, backend, mask, cu_seqlens, total_tokens)
+    return result
 
 
 define("row_spans(Tensor mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
@@ -47,7 +38,8 @@ def group_statistics(
     backend: str | None,
 ) -> torch.Tensor:
     """Statistics of the group of every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
-    return _run("group_statistics", values, backend, values, ids, weights, mask)
+    result: torch.Tensor = run("segments", "group_statistics", values, backend, values, ids, weights, mask)
+    return result
 
 
 define("group_statistics(Tensor values, Tensor? ids, Tensor? weights, Tensor? mask, str backend) -> Tensor")
@@ -57,7 +49,8 @@ def recurrence(
     values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None
 ) -> torch.Tensor:
     """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]``."""
-    return _run("recurrence", values, backend, values, gains, cu_seqlens)
+    result: torch.Tensor = run("segments", "recurrence", values, backend, values, gains, cu_seqlens)
+    return result
 
 
 define("recurrence(Tensor values, Tensor gains, Tensor cu_seqlens, str backend) -> Tensor")

@@ -44,11 +44,12 @@ from .gates import (
     Unit,
     rows_as_weights,
 )
-from .logprobs import LogitRows, LogitType
+from .logprobs import LOGITS, LogitRows, LogitType
 from .provenance import Provenance
 
 __all__ = [
     "INDEX_RULES",
+    "LOGITS",
     "MOST_ROW_CORRECTIONS",
     "MOST_TERMS",
     "Action",

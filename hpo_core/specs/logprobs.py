@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+LOGITS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class LogitType(enum.IntEnum):
     """What logits are stored as."""
@@ -31,10 +33,6 @@ class LogitRows(NamedTuple):
     floors: torch.Tensor | None  # [...] float32: logits below are outside the support, as -inf is
     first: int
     vocabulary: int
-
-    @property
-    def is_whole(self) -> bool:
-        return self.logits.shape[-1] == self.vocabulary
 
     def at_two_strides(self) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """The logits, copied unless their rows lie at two strides, which is how a slice of ``[B, L, V]`` lies in memory

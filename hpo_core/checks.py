@@ -25,6 +25,7 @@ _PRECISE = {
     **dict.fromkeys(("old_logp", "ref_logp", "rollout_logp"), _ROUNDING),
     "weights": "16-bit rounding changes the step by up to 0.4 %; compute them in float32",
 }
+_MEASURED = ("old_logp", "ref_logp", "rollout_logp", "entropy")  # never integers, unless others stand in their place
 
 
 def check(condition: bool, message: str, *values: object) -> None:
@@ -261,6 +262,8 @@ def as_constant(
     if tensor.dtype is not dtype:
         if dtype == torch.bool or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized:
             check_dtype(name, tensor, (dtype,), "convert it")
+        if name in _MEASURED and not tensor.is_floating_point():
+            check_dtype(name, tensor, (dtype,), "are these ids of tokens?")
         if tensor.dtype in (torch.float16, torch.bfloat16) and name in _PRECISE:
             raise TypeError(
                 f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_PRECISE[name]}"

@@ -338,7 +338,7 @@ def error_cases():
         "advantages": torch.ones(2),
         "batch": torch.ones(2, 3).bool(),
     }
-    elsewhere, given = torch.zeros(TOKENS, device="meta"), gates.GateInputs
+    elsewhere, ids, given = torch.zeros(TOKENS, device="meta"), torch.arange(TOKENS), gates.GateInputs
     selecting = {"window": window, "entropy": example.entropy, "threshold": state}
     return [
         # logp
@@ -358,6 +358,10 @@ def error_cases():
         # constants
         ({"old_logp": logp[:5]}, ValueError, "old_logp: expected shape [T] (that of logp) = [12], got [5]"),
         ({"old_logp": logp.bfloat16()}, TypeError, "old_logp: expected float32, got bfloat16; 16-bit rounding"),
+        ({"old_logp": ids}, TypeError, "old_logp: expected dtype float32, got int64; are these ids of tokens?"),
+        ({"kl": kl.k3(0.1), "ref_logp": ids}, TypeError, "ref_logp: expected dtype float32, got int64; are these ids"),
+        ({"rollout_logp": ids, "gate": gates.tis()}, TypeError, "rollout_logp: expected dtype float32, got int64; are"),
+        ({"entropy": ids}, TypeError, "entropy: expected dtype float32, got int64; are these ids of tokens?"),
         ({"old_logp": elsewhere}, ValueError, "old_logp: expected device cpu (that of logp), got meta"),
         ({"old_logp": 0.0}, TypeError, "old_logp: expected a tensor [T] (that of logp), got <class 'float'>"),
         (

@@ -111,8 +111,6 @@ def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Ca
         return _OF_ANNOTATION[annotation]
     if name == "self":
         return _examined_self
-    if annotation.removesuffix(" | None") == "PackedBatch | torch.Tensor":
-        return functools.partial(_examined_batch, function, annotation.endswith(" | None"))
     kind, _, rest = annotation.partition(" | ")
     if kind in _NUMBERS and rest in ("", "None"):
         return functools.partial(_examined_number, kind, rest == "None")
@@ -252,22 +250,13 @@ def _examined_sequence(name: str, value: Any) -> Any:
     ]
 
 
-# The next two look classes up in the module of the function at each call, because this module cannot import them.
-
-
 def _examined_instance(function: Any, kind: str, is_optional: bool, name: str, value: Any) -> Any:
     if is_optional and value is None:
         return value
+    kind_of = function.__globals__[kind]  # looked up at each call: this module cannot import it
     got = value if inspect.isroutine(value) else type(value)
-    require_type(isinstance(value, function.__globals__[kind]), "{}: expected a {}, got {}", name, kind, got)
+    require_type(isinstance(value, kind_of), "{}: expected a {}, got {}", name, kind, got)
     return _examined_fields(name, value) if isinstance(value, tuple) else value
-
-
-def _examined_batch(function: Any, is_optional: bool, name: str, value: Any) -> Any:
-    if isinstance(value, function.__globals__["PackedBatch"]) or (is_optional and value is None):
-        return value
-    require_type(isinstance(value, Tensor), "{}: expected a PackedBatch or a mask [B, L], got {}", name, type(value))
-    return examined(name, value)
 
 
 _OF_ANNOTATION: dict[str, Callable[[str, Any], Any]] = {

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 from . import aggregation, gates, ops
-from .batch import Hierarchy, LeafTables, PackedBatch
+from .batch import Hierarchy, LeafTables, PackedBatch, as_batch
 from .checks import as_constant, check, check_precision, check_shape, checked_constant, examined, require_type
 from .corrections import corrected
 from .entropy import EntropyWindow, Selection, WindowState
@@ -280,13 +280,6 @@ def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:
     check(
         (kl is None) == (ref_logp is None), "kl: ref_logp and kl go together, got only {}", "kl" if kl else "ref_logp"
     )
-
-
-def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
-    if isinstance(batch, PackedBatch):
-        return batch
-    require_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
-    return PackedBatch.from_padded(examined("batch", batch))
 
 
 def _selection(

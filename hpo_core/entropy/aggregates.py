@@ -10,7 +10,7 @@ import torch
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch
+from ..batch import PackedBatch, as_batch
 from ..checks import check, check_device, check_dtype, check_shape, require_type
 from ..specs import Boundary, Invalid, WindowAggregate
 
@@ -104,7 +104,7 @@ def window_aggregate(
     >>> window_aggregate(torch.tensor([1.0, 3.0, 5.0, 9.0, 7.0]), batch, Window.forward(2, aggregate="max"))
     tensor([3., 5., -inf, 9., -inf])
     """
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    batch = as_batch(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     rules = (BOUNDARIES[window.boundary], INVALID[window.invalid], backend, _AGGREGATES[window.aggregate])
     score = ops.window_score(flat, batch.mask, batch.once(PackedBatch.spans), window.first, window.last, *rules)

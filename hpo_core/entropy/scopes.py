@@ -14,7 +14,7 @@ import torch.distributed
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch, renumber
+from ..batch import PackedBatch, as_batch, renumber
 from ..checks import check, check_device, check_dtype, check_shape, examined, require_type
 from ..specs import OrderRule
 from .aggregates import flat_values
@@ -54,7 +54,7 @@ def segment_aggregate(
     >>> segment_aggregate(torch.tensor([1.0, 3.0, 5.0]), batch, "row")
     tensor([2., 2., 5.])
     """
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    batch = as_batch(batch)
     check(aggregate in _AGGREGATES, "aggregate: expected one of {}, got {!r}", ", ".join(_AGGREGATES), aggregate)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if isinstance(level, torch.Tensor):
@@ -111,7 +111,7 @@ def quantiles(
     >>> quantiles(torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3]), batch, "0.5")
     tensor([0.5000, 0.7000])
     """
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    batch = as_batch(batch)
     require_type(isinstance(rule, OrderRule), "rule: expected an OrderRule, got {!r}", rule)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     q = exact_fraction("quantile", quantile).as_integer_ratio()
@@ -163,7 +163,7 @@ def top_k(
     >>> top_k(torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3]), PackedBatch.from_lengths([3, 2]), 1)
     tensor([False,  True, False,  True, False])
     """
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    batch = as_batch(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if _stays_with_its_rank(batch, scope):
         process_group = None

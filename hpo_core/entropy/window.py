@@ -16,7 +16,7 @@ import torch.distributed
 from .. import ops
 from ..arguments import check_flag, check_member, examines
 from ..backends import choice, is_reference
-from ..batch import PackedBatch
+from ..batch import PackedBatch, as_batch
 from ..checks import check, check_dtype, check_shape, require_type
 from ..specs import INDEX_RULES, OrderRule, Provenance
 from .aggregates import BOUNDARIES, INVALID, NUMBERS, ROUNDING, check_offsets, check_rule, flat_values
@@ -91,8 +91,11 @@ class EntropyWindow:
         )
 
     @examines
-    def score(self, entropy: torch.Tensor, batch: PackedBatch, *, backend: str | None = None) -> torch.Tensor:
+    def score(
+        self, entropy: torch.Tensor, batch: PackedBatch | torch.Tensor, *, backend: str | None = None
+    ) -> torch.Tensor:
         """The windowed means ``[T]`` that are compared, -inf where undefined."""
+        batch = as_batch(batch)
         flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
         rows = batch.cu_seqlens if self.first == self.last == 0 else batch.once(PackedBatch.spans)
         window = (self.first, self.last, BOUNDARIES[self.boundary], INVALID[self.invalid])
@@ -113,7 +116,7 @@ class EntropyWindow:
         >>> window.fit(torch.tensor([0.1, 0.9, 0.5, 0.7]), PackedBatch.from_lengths([4])).threshold
         tensor([0.7000])
         """
-        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        batch = as_batch(batch)
         if process_group is not None:
             score = self.score(entropy, batch, backend=backend)
             return self._fit_over_ranks(score, process_group, backend)
@@ -155,7 +158,7 @@ class EntropyWindow:
         >>> window.apply(entropy, batch, window.fit(entropy, batch))
         tensor([False,  True, False,  True])
         """
-        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        batch = as_batch(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         check_scorer(self, state, values, backend)
         threshold = _threshold(state.threshold, values)
@@ -181,7 +184,7 @@ class EntropyWindow:
         >>> window.selection(torch.tensor([0.1, 0.9, 0.5, 0.7]), batch).as_mask().mask
         tensor([False,  True, False,  True])
         """
-        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        batch = as_batch(batch)
         score = self.score(entropy, batch, backend=backend)
         if state is None:
             state = self.fit_score(score, backend=backend)
@@ -199,7 +202,7 @@ class EntropyWindow:
         >>> window.fit_apply(torch.tensor([0.1, 0.9, 0.5, 0.7]), batch)[1]
         tensor([False,  True, False,  True])
         """
-        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        batch = as_batch(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         quantile = (self.quantile.numerator, self.quantile.denominator, self.rule)
         threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)

@@ -7,7 +7,7 @@ import functools
 import inspect
 import numbers
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -167,6 +167,18 @@ def check_member(name: str, value: Any, kind: type[enum.Enum], or_none: bool = F
         return
     members = ", ".join(each.name for each in kind) + " or None" * or_none
     require_type(False, "{}: expected one of {} ({}), got {!r}", name, kind.__name__, members, value)
+
+
+def check_choice(name: str, value: Any, known: Iterable[str], others: str = "") -> None:
+    """Check that the value is one of these names. ``others``: what else the argument may be, for the message."""
+    if not isinstance(value, str) or value not in known:
+        check(False, "{}: expected one of {}{}, got {!r}", name, ", ".join(known), others, value)
+
+
+def check_compat(compat: str) -> bool:
+    """Whether the code of the authors is meant, where it differs from their paper."""
+    check_choice("compat", compat, ("paper", "code"))
+    return compat == "code"
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -445,7 +445,7 @@ def error_cases():
         ),
         ({"advantages": torch.ones(4, requires_grad=True)}, ValueError, "advantages: it is a constant of the loss"),
         ({"advantages": torch.ones(4, device="meta")}, ValueError, "advantages: expected device cpu"),
-        ({"advantage_level": "tokens"}, ValueError, "advantage_level: expected one of ('token', 'step', 'row'"),
+        ({"advantage_level": "tokens"}, ValueError, "advantage_level: expected one of token, step, row"),
         (
             {"advantage_level": "token"},
             ValueError,

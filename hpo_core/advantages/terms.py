@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import ops
-from ..arguments import constant, constants, examines
+from ..arguments import check_choice, constant, constants, examines
 from ..batch import takes_padded
 from ..checks import check, check_shape, check_units, require_type
 from ..distributed import ranks, sum_of_ranks
@@ -188,18 +188,12 @@ def check_keywords(name: str, estimator: Callable[..., Any], known: Sequence[str
 
 def keeps_singletons(singleton: str) -> bool:
     """Whether a group of one keeps its raw value."""
-    check(singleton in ("zero", "raw"), "singleton: expected 'zero' or 'raw', got {!r}", singleton)
+    check_choice("singleton", singleton, ("zero", "raw"))
     return singleton == "raw"
 
 
 def scale_of(scaled: bool) -> Scale:
     return Scale.GROUP if scaled else Scale.NONE
-
-
-def check_compat(compat: str) -> bool:
-    """Whether the code of the authors is meant, where it differs from their paper."""
-    check(compat in ("paper", "code"), "compat: expected 'paper' or 'code', got {!r}", compat)
-    return compat == "code"
 
 
 def check_eps(eps: float) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
+from ..arguments import check_compat
 from ..checks import check, check_device, check_dtype, check_shape, check_units, require_type
 from ..segments import chains, dense_ids, statistics
 from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
 from .returns import once
-from .terms import Term, among, as_advantages, check_compat, combine, estimator, grouped, keeps_singletons, scorable
+from .terms import Term, among, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
 
 
 @estimator(Provenance.VERIFIED, tables=True)

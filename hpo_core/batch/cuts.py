@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..arguments import check_choice
 from ..checks import check, check_dtype, check_shape
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def _blocks_of(batch: PackedBatch, whole: str | None) -> Iterator[list[int]]:
     named = [name for name, of in ids.items() if of is not None]
     if whole is None:
         whole = named[-1] if named else "trajectory"
-    check(whole in ids, "whole: expected one of {}, got {!r}", tuple(ids), whole)
+    check_choice("whole", whole, ids)
     check(whole == "trajectory" or whole in named, "{}_ids: whole={!r} needs them in the batch", whole, whole)
     levels = list(ids)[: list(ids).index(whole) + 1]
     # names[row]: the ids, by level, that the row may share with other rows.

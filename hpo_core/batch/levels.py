@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..arguments import check_choice
 from ..checks import check, check_device, check_real, check_shape, check_shape_of_tokens, examined, require_type
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def at_level(
             fix = f"or say advantage_level='token' ({list(tokens)}),{among} 'trajectory', 'group' or 'domain'"
             check_shape(name, values, (batch.rows,), "[S] (one per row)", fix if level is None else "")
         return False, values
-    check(level in _LEVELS, "advantage_level: expected one of {}, got {!r}", _LEVELS, level)
+    check_choice("advantage_level", level, _LEVELS)
     if level == "token":
         check_shape_of_tokens(name, values, batch)
         return True, values.reshape(tuple(tokens))

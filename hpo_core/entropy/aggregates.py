@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 import torch
 
 from .. import ops
-from ..arguments import examines
+from ..arguments import check_choice, examines
 from ..batch import PackedBatch, as_batch
 from ..checks import check, check_device, check_dtype, check_shape, require_type
 from ..specs import Boundary, Invalid, WindowAggregate
@@ -51,9 +50,9 @@ class Window:
 
     def __post_init__(self) -> None:
         check_offsets(self.first, self.last)
-        check_rule("aggregate", self.aggregate, _AGGREGATES)
-        check_rule("boundary", self.boundary, BOUNDARIES)
-        check_rule("invalid", self.invalid, INVALID)
+        check_choice("aggregate", self.aggregate, _AGGREGATES)
+        check_choice("boundary", self.boundary, BOUNDARIES)
+        check_choice("invalid", self.invalid, INVALID)
         check(
             self.boundary != "zero" or self.aggregate in ("mean", "sum"),
             "boundary: 'zero' is for means and sums, got aggregate {!r}; use 'shrink'",
@@ -152,12 +151,6 @@ def check_offsets(first: int, last: int) -> None:
         _check_integer(name, offset)
         check(abs(offset) <= _FARTHEST, "{}: expected an offset from -2^62 to 2^62, got {}", name, offset)
     check(first <= last, "first: expected first <= last, got {} and {}", first, last)
-
-
-def check_rule(name: str, value: str, known: dict[str, Any]) -> None:
-    """Check the name of a rule of windows."""
-    is_known = isinstance(value, str) and value in known
-    check(is_known, "{}: expected one of {}, got {!r}", name, ", ".join(known), value)
 
 
 def _check_integer(name: str, value: int) -> None:

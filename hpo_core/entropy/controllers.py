@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..advantages.terms import check_compat
-from ..arguments import examines
+from ..arguments import check_compat, examines
 from ..checks import check, check_device, check_dtype, check_shape
 from ..specs import Provenance
 from .signals import NUMBERS, preset

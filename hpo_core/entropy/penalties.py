@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..advantages.terms import check_compat
+from ..arguments import check_compat
 from ..batch import PackedBatch
 from ..checks import check, check_device, check_dtype, check_rows, check_tokens
 from ..gates.inputs import of_row, valid_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..arguments import check_compat
 from ..batch import PackedBatch
 from ..checks import check, check_tokens
 from ..specs import Provenance
@@ -128,7 +129,7 @@ def hapo_temperature(
     tensor([1.0500, 1.0000, 1.0500])
     """
     given, state = _read(entropy, batch, state, None)
-    if _is_code(compat):
+    if check_compat(compat):
         h = _relative(given, state, compat).clamp(-1, 1)
     else:
         spread = torch.where(state.deviation > 0, state.deviation, torch.inf)
@@ -146,7 +147,7 @@ def _read(
 
 def _relative(given: Signal, state: PivotState, compat: str) -> torch.Tensor:
     """h ``[T]`` float64; in the released code positive below the pivot, too."""
-    below = -1.0 if _is_code(compat) else 1.0
+    below = -1.0 if check_compat(compat) else 1.0
     least, pivot, greatest = (each.log() for each in state[:3])
     down, up = pivot - least, greatest - pivot
     low = torch.where(down > 0, below / torch.where(down > 0, down, 1.0), 0.0)
@@ -157,8 +158,3 @@ def _relative(given: Signal, state: PivotState, compat: str) -> torch.Tensor:
 def _logs(given: Signal) -> torch.Tensor:
     """Log-entropies ``[T]`` float64, clamped in the precision in which fit_pivot clamps."""
     return given.values.to(given.dtype).clamp(min=1e-8).double().log()
-
-
-def _is_code(compat: str) -> bool:
-    check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
-    return compat == "code"

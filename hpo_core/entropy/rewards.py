@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
-from ..advantages.terms import check_compat, known
+from ..advantages.terms import known
+from ..arguments import check_compat
 from ..checks import check, check_device, check_dtype, check_shape, check_units
 from ..segments import statistics
 from ..specs import Provenance

@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 
 from .. import ops
-from ..arguments import examines
+from ..arguments import check_choice, examines
 from ..batch import PackedBatch, as_batch, renumber
 from ..checks import check, check_device, check_dtype, check_shape, examined, require_type
 from ..specs import OrderRule
@@ -55,13 +55,12 @@ def segment_aggregate(
     tensor([2., 2., 5.])
     """
     batch = as_batch(batch)
-    check(aggregate in _AGGREGATES, "aggregate: expected one of {}, got {!r}", ", ".join(_AGGREGATES), aggregate)
+    check_choice("aggregate", aggregate, _AGGREGATES)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if isinstance(level, torch.Tensor):
         segment, count = numbers_of(_integers("level", level, flat.numel(), "[T] (one per token)", batch), None)
     else:
-        is_level = isinstance(level, str) and level in _LEVELS
-        check(is_level, "level: expected one of {} or ids [T], got {!r}", ", ".join(_LEVELS), level)
+        check_choice("level", level, _LEVELS, " or ids [T]")
         scoping = _scoping(batch, level, None)
         segment, count = scoping.of_token(flat.numel()), scoping.scopes
     inside = segment >= 0 if batch.mask is None else batch.mask & (segment >= 0)
@@ -257,8 +256,7 @@ def _scoping(
         check(scopes is None or scopes >= 0, "scopes: expected a count >= 0, got {}", scopes)
         of_row, count = (ids, scopes) if scopes is not None else numbers_of(ids, group)
         return _Scoping(batch.cu_seqlens, of_row, count, None)
-    is_scope = isinstance(scope, str) and scope in _SCOPES
-    check(is_scope, "scope: expected one of {} or ids [S], got {!r}", ", ".join(_SCOPES), scope)
+    check_choice("scope", scope, _SCOPES, " or ids [S]")
     check(scopes is None, "scopes: it is the number of scopes that ids name, but scope is {!r}; leave it out", scope)
     if scope == "step":
         return _steps(batch, group)

@@ -12,7 +12,8 @@ import math
 import torch
 
 from ..advantages import grpo
-from ..advantages.terms import as_advantages, check_compat, known
+from ..advantages.terms import as_advantages, known
+from ..arguments import check_compat
 from ..batch import PackedBatch, renumber
 from ..checks import check, check_rows, check_units
 from ..gates.inputs import of_row

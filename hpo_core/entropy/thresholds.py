@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 import torch.distributed
 
-from ..advantages.terms import check_compat
+from ..arguments import check_compat
 from ..batch import PackedBatch
 from ..checks import check, check_rows
 from ..gates.inputs import of_row

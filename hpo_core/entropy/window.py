@@ -14,12 +14,12 @@ import torch
 import torch.distributed
 
 from .. import ops
-from ..arguments import check_flag, check_member, examines
+from ..arguments import check_choice, check_flag, check_member, examines
 from ..backends import choice, is_reference
 from ..batch import PackedBatch, as_batch
 from ..checks import check, check_dtype, check_shape, require_type
 from ..specs import INDEX_RULES, OrderRule, Provenance
-from .aggregates import BOUNDARIES, INVALID, NUMBERS, ROUNDING, check_offsets, check_rule, flat_values
+from .aggregates import BOUNDARIES, INVALID, NUMBERS, ROUNDING, check_offsets, flat_values
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
 from .selection import Selection
@@ -75,15 +75,15 @@ class EntropyWindow:
 
     def __post_init__(self) -> None:
         check_offsets(self.first, self.last)
-        check_rule("boundary", self.boundary, BOUNDARIES)
-        check_rule("invalid", self.invalid, INVALID)
+        check_choice("boundary", self.boundary, BOUNDARIES)
+        check_choice("invalid", self.invalid, INVALID)
         check_member("rule", self.rule, OrderRule)
         check_flag("strict", self.strict)
         require_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
         is_fraction = 0 <= self.quantile.numerator <= self.quantile.denominator
         check(is_fraction, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
         check(self.rule in INDEX_RULES, "rule: expected one of an index, got {!r}; see quantiles for LINEAR", self.rule)
-        check(self.scope in _SCOPES, "scope: expected one of {}, got {!r}", ", ".join(_SCOPES), self.scope)
+        check_choice("scope", self.scope, _SCOPES)
         check(
             self.quantile.denominator <= 10**9,
             "quantile: expected a short decimal or a Fraction, got {}; write it as a string, for example '0.95'",

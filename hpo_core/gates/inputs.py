@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from .. import ops
-from ..arguments import examines
+from ..arguments import check_compat, examines
 from ..batch import PackedBatch, alone_without, renumber, takes_padded
 from ..checks import check, check_dtype, check_tokens, check_units
 from ..specs import OrderRule
@@ -114,7 +114,7 @@ def hapo_bounds(
     >>> low, high
     (tensor([0.6000, 0.6667, 0.7333, 0.8000, 0.8000]), tensor([1.2000, 1.2000, 1.2000, 1.2000, 1.4000]))
     """
-    check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
+    as_code = check_compat(compat)
     check_epsilons(eps_low, eps_high)
     check(0 <= pivot[0] <= pivot[1] != 0, "pivot: expected a fraction in [0, 1], got {}", pivot)
     check_dtype("entropy", entropy, _NUMBERS, _ROUNDING)
@@ -127,7 +127,7 @@ def hapo_bounds(
     tiny = torch.finfo(h.dtype).tiny
     h_or_0 = torch.nn.functional.pad(h, (0, 1))  # there may be no tokens
     above, below = h_or_0.max().clamp(min=tiny), h_or_0.min().clamp(max=-tiny)
-    down = h / below if compat == "code" else -h / below
+    down = h / below if as_code else -h / below
     relative = torch.where(h > 0, h / above, down)
     lower = torch.where(relative <= 0, eps_low * (1 - alpha * relative), torch.full_like(h, eps_low))
     upper = torch.where(relative > 0, eps_high * (1 + alpha * relative), torch.full_like(h, eps_high))

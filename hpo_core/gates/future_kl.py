@@ -13,7 +13,7 @@ from ..batch import PackedBatch
 from ..checks import check
 from .inputs import _check_policies, of_tokens, per_token, valid_tokens
 from .ratio_gate import GateInputs, RatioGate
-from .token_level import _renamed, ppo_clip
+from .token_level import ppo_clip
 
 _LEAST_LOG = -20.0  # of a token's log-ratio in the sum, as in the code
 _UNSAFE = (0.8, 1.0)  # where the weight of a mistake that became likely is held, as in the code
@@ -35,8 +35,8 @@ def fipo(eps_low: float = 0.2, eps_high: float = 0.28, ratio_dual: float = 10.0)
     >>> fipo().needs[0][0]
     'token_weight'
     """
-    gate = _renamed("fipo", ppo_clip(eps_low, eps_high, ratio_dual), "arXiv 2603.19835")
-    return replace(gate, needs=(("token_weight", "gates.fipo_weight(logp, old_logp, advantages, batch)"),))
+    needs = (("token_weight", "gates.fipo_weight(logp, old_logp, advantages, batch)"),)
+    return replace(ppo_clip(eps_low, eps_high, ratio_dual), name="fipo", source="arXiv 2603.19835", needs=needs)
 
 
 @of_tokens

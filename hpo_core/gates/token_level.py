@@ -60,7 +60,7 @@ def dapo(eps_low: float = 0.2, eps_high: float = 0.28) -> RatioGate:
     >>> dapo().token.high[0]
     1.28
     """
-    return _renamed("dapo", ppo_clip(eps_low, eps_high), "arXiv 2503.14476")
+    return replace(ppo_clip(eps_low, eps_high), name="dapo", source="arXiv 2503.14476")
 
 
 @examines
@@ -154,8 +154,10 @@ def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | N
     >>> hapo_clip().needs[0]
     ('bounds', 'gates.hapo_bounds(entropy, batch)')
     """
-    gate = _renamed("hapo_clip", ppo_clip(eps_low, eps_high, ratio_dual), "starriver030515/HAPO")
-    return replace(gate, needs=(("bounds", "gates.hapo_bounds(entropy, batch)"),))
+    needs = (("bounds", "gates.hapo_bounds(entropy, batch)"),)
+    return replace(
+        ppo_clip(eps_low, eps_high, ratio_dual), name="hapo_clip", source="starriver030515/HAPO", needs=needs
+    )
 
 
 @examines
@@ -166,8 +168,8 @@ def archer_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float |
     >>> archer_clip().needs[0]
     ('bounds', 'gates.archer_bounds(wide)')
     """
-    gate = _renamed("archer_clip", ppo_clip(eps_low, eps_high, ratio_dual), "arXiv 2510.06062")
-    return replace(gate, needs=(("bounds", "gates.archer_bounds(wide)"),))
+    needs = (("bounds", "gates.archer_bounds(wide)"),)
+    return replace(ppo_clip(eps_low, eps_high, ratio_dual), name="archer_clip", source="arXiv 2510.06062", needs=needs)
 
 
 @examines
@@ -181,8 +183,8 @@ def dcpo_clip(ratio_cap: float = 10.0) -> RatioGate:
     >>> dcpo_clip().token.high
     (1.2, 10.0)
     """
-    gate = _renamed("dcpo_clip", ppo_clip(0.16, 0.2, ratio_cap), "arXiv 2509.02333")
-    return replace(gate, needs=(("bounds", "gates.dcpo_bounds(old_logp)"),))
+    needs = (("bounds", "gates.dcpo_bounds(old_logp)"),)
+    return replace(ppo_clip(0.16, 0.2, ratio_cap), name="dcpo_clip", source="arXiv 2509.02333", needs=needs)
 
 
 @examines
@@ -193,8 +195,8 @@ def clip_cov(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
     >>> clip_cov().token.high[0]
     1.2
     """
-    gate = _renamed("clip_cov", ppo_clip(eps_low, eps_high, ratio_dual), "arXiv 2505.22617")
-    return replace(gate, needs=(("token_mask", "gates.clip_cov_mask(logp, old_logp, advantages, batch, seed=...)"),))
+    needs = (("token_mask", "gates.clip_cov_mask(logp, old_logp, advantages, batch, seed=...)"),)
+    return replace(ppo_clip(eps_low, eps_high, ratio_dual), name="clip_cov", source="arXiv 2505.22617", needs=needs)
 
 
 @examines
@@ -209,8 +211,8 @@ def capo(eps_low: float = 0.2, eps_high: float = 0.2) -> RatioGate:
     >>> capo().name
     'capo'
     """
-    gate = _renamed("capo", ppo_clip(eps_low, eps_high), "arXiv 2510.00819")
-    return replace(gate, needs=(("token_mask", "gates.GateInputs(token_mask=...)"),))
+    needs = (("token_mask", "gates.GateInputs(token_mask=...)"),)
+    return replace(ppo_clip(eps_low, eps_high), name="capo", source="arXiv 2510.00819", needs=needs)
 
 
 @examines
@@ -254,10 +256,6 @@ def _pessimistic(eps_low: float, eps_high: float, ratio_dual: float = math.inf) 
     """PPO's clip, which bounds the ratio on the side to which the advantage pulls it."""
     check_epsilons(eps_low, eps_high)
     return Clip(low=(0.0, 1.0 - eps_low), high=(1.0 + eps_high, float(ratio_dual)))
-
-
-def _renamed(name: str, gate: RatioGate, source: str) -> RatioGate:
-    return replace(gate, name=name, source=source)
 
 
 def check_epsilons(low: float, high: float, names: tuple[str, str] = ("eps_low", "eps_high")) -> None:

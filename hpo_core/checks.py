@@ -254,9 +254,8 @@ def as_constant(
     """:func:`checked_constant` for a tensor that is already examined."""
     if shape is not None and tensor.shape != shape:
         check_shape(name, tensor, shape, meaning)
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected device {device} (that of logp), got {tensor.device}")
-    if tensor.requires_grad or (forward_ad._current_level >= 0 and has_tangent(tensor)):
+    check_device(name, tensor, device, "logp")
+    if tensor.requires_grad or has_tangent(tensor):
         found = "requires a gradient" if tensor.requires_grad else "has a tangent (of forward-mode derivatives)"
         raise ValueError(f"{name}: it is a constant of the loss but {found}; pass {name}.detach()")
     if tensor.dtype is not dtype:

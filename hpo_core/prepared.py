@@ -10,7 +10,16 @@ import torch.distributed
 
 from . import aggregation, gates, ops
 from .batch import Hierarchy, LeafTables, PackedBatch, as_batch
-from .checks import as_constant, check, check_precision, check_shape, checked_constant, examined, require_type
+from .checks import (
+    as_constant,
+    check,
+    check_device,
+    check_precision,
+    check_shape,
+    checked_constant,
+    examined,
+    require_type,
+)
 from .corrections import corrected
 from .entropy import EntropyWindow, Selection, WindowState
 from .entropy.selection import checked_selection, selected_tokens, shaped_advantages
@@ -122,7 +131,7 @@ def prepare(
         check_precision(dtype, backend)
     if shape != (batch.total_tokens,) and shape != batch.padded_shape:
         check_shape("logp", logp, batch.padded_shape or (batch.total_tokens,), "[T] (or the padded [B, L])")
-    check(device == batch.device, "logp: expected device {} (that of the batch), got {}", batch.device, device)
+    check_device("logp", logp, batch.device, "the batch")
 
     def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
         return checked_constant(name, tensor, shape, "[T] (that of logp)", kind, device)

@@ -18,7 +18,7 @@ import torch.distributed
 
 from .arguments import check_group
 from .batch import Hierarchy, PackedBatch
-from .checks import check, examined, require_type
+from .checks import check, check_device, examined, require_type
 from .distributed import Group, gather
 from .reference.terms import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
@@ -229,13 +229,7 @@ def _check_aggregates(
         fits = values.dim() == 2 and values.shape[0] == 2 if spec.split else values.dim() == 1
         shape = "[2, G], of positive and negative log-ratios (the gate has a split)" if spec.split else "[G]"
         check(fits, "aggregates[{!r}]: expected shape {}, got {}", name, shape, list(values.shape))
-        check(
-            values.device == batch.device,
-            "aggregates[{!r}]: expected device {} (that of the batch), got {}",
-            name,
-            batch.device,
-            values.device,
-        )
+        check_device(f"aggregates[{name!r}]", values, batch.device, "the batch")
         check(not values.requires_grad, "aggregates[{!r}]: they are constants; pass them detached", name)
         units = tuple(level.unit for level in spec.levels)
         of_segment = batch.once(_ids_of_segments, units, index)

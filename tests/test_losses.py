@@ -354,7 +354,7 @@ def error_cases():
             "logp: expected float32, got float64; use .float(), or backend='reference'",
         ),
         ({"logp": torch.zeros(TOKENS, dtype=torch.int64)}, TypeError, "logp: expected float32, got int64"),
-        ({"logp": elsewhere}, ValueError, "logp: expected device cpu (that of the batch), got meta"),
+        ({"logp": elsewhere}, ValueError, "device cpu (that of the batch), got meta; use logp.to('cpu')"),
         # constants
         ({"old_logp": logp[:5]}, ValueError, "old_logp: expected shape [T] (that of logp) = [12], got [5]"),
         ({"old_logp": logp.bfloat16()}, TypeError, "old_logp: expected float32, got bfloat16; 16-bit rounding"),
@@ -362,7 +362,7 @@ def error_cases():
         ({"kl": kl.k3(0.1), "ref_logp": ids}, TypeError, "ref_logp: expected dtype float32, got int64; are these ids"),
         ({"rollout_logp": ids, "gate": gates.tis()}, TypeError, "rollout_logp: expected dtype float32, got int64; are"),
         ({"entropy": ids}, TypeError, "entropy: expected dtype float32, got int64; are these ids of tokens?"),
-        ({"old_logp": elsewhere}, ValueError, "old_logp: expected device cpu (that of logp), got meta"),
+        ({"old_logp": elsewhere}, ValueError, "device cpu (that of logp), got meta; use old_logp.to('cpu')"),
         ({"old_logp": 0.0}, TypeError, "old_logp: expected a tensor [T] (that of logp), got <class 'float'>"),
         (
             {"old_logp": logp.clone().requires_grad_()},

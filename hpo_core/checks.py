@@ -25,6 +25,8 @@ _PRECISE = {
     **dict.fromkeys(("old_logp", "ref_logp", "rollout_logp"), _ROUNDING),
     "weights": "16-bit rounding changes the step by up to 0.4 %; compute them in float32",
 }
+_COARSE = "16-bit log-probabilities and entropies are too coarse; compute and store them in float32"
+_IDS = "are these ids of tokens?"
 _MEASURED = ("old_logp", "ref_logp", "rollout_logp", "entropy")  # never integers, unless others stand in their place
 
 
@@ -80,6 +82,12 @@ def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype],
     if tensor.dtype not in allowed:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         raise TypeError(f"{name}: expected dtype {names}, got {str(tensor.dtype).removeprefix('torch.')}; {fix}")
+
+
+def check_precise(name: str, tensor: torch.Tensor, fix: str = "") -> None:
+    """Check that the tensor is in float32 or float64. Without a ``fix`` it is log-probabilities or entropies."""
+    fix = fix or (_COARSE if tensor.is_floating_point() else _IDS)
+    check_dtype(name, tensor, (torch.float32, torch.float64), fix)
 
 
 def check_real(name: str, tensor: torch.Tensor) -> None:
@@ -262,7 +270,7 @@ def as_constant(
         if dtype == torch.bool or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized:
             check_dtype(name, tensor, (dtype,), "convert it")
         if name in _MEASURED and not tensor.is_floating_point():
-            check_dtype(name, tensor, (dtype,), "are these ids of tokens?")
+            check_dtype(name, tensor, (dtype,), _IDS)
         if tensor.dtype in (torch.float16, torch.bfloat16) and name in _PRECISE:
             raise TypeError(
                 f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_PRECISE[name]}"

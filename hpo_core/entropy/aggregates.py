@@ -10,15 +10,13 @@ import torch
 from .. import ops
 from ..arguments import check_choice, examines
 from ..batch import PackedBatch, as_batch
-from ..checks import check, check_device, check_dtype, check_shape, require_type
+from ..checks import check, check_device, check_precise, check_shape, require_type
 from ..specs import Boundary, Invalid, WindowAggregate
 
 _AGGREGATES = {each.name.lower(): each for each in WindowAggregate}
 BOUNDARIES = {each.name.lower(): each for each in Boundary}
 INVALID = {each.name.lower(): each for each in Invalid}
-NUMBERS = (torch.float32, torch.float64)
 _FARTHEST = 2**62  # beyond every row; a place in a row and an offset are an int64 together
-ROUNDING = "thresholds on 16-bit entropies pick wrong tokens; compute and store them in float32"
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def window_mean(
 
 def flat_values(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool) -> torch.Tensor:
     """A checked constant ``[T]`` from values ``[T]`` or ``[B, L]``; the reference keeps their precision."""
-    check_dtype(name, tensor, NUMBERS, ROUNDING)
+    check_precise(name, tensor)
     shape = batch.padded_shape or (batch.total_tokens,)
     if tuple(tensor.shape) != (batch.total_tokens,):
         check_shape(name, tensor, shape, "[T] (or the padded [B, L])")

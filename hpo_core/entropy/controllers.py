@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from ..arguments import check_compat, examines
-from ..checks import check, check_device, check_dtype, check_shape
+from ..checks import check, check_device, check_dtype, check_precise, check_shape
 from ..specs import Provenance
-from .signals import NUMBERS, preset
+from .signals import preset
 
 
 @preset(Provenance.VERIFIED)
@@ -239,7 +239,7 @@ def ares_penalty(
 def _check_scalars(**given: torch.Tensor) -> None:
     (first_name, first), *_ = given.items()
     for name, tensor in given.items():
-        check_dtype(name, tensor, NUMBERS, f"use {name}.float()")
+        check_precise(name, tensor, f"use {name}.float()")
         check(tensor.dim() == 0, "{}: expected a 0-dim tensor, got shape {}", name, list(tensor.shape))
         check_device(name, tensor, first.device, first_name)
 
@@ -248,6 +248,6 @@ def _check_buckets(**given: torch.Tensor) -> None:
     (first_name, first), *_ = given.items()
     check(first.dim() == 1, "{}: expected shape [D] (one per difficulty), got {}", first_name, list(first.shape))
     for name, tensor in given.items():
-        check_dtype(name, tensor, NUMBERS, f"use {name}.float()")
+        check_precise(name, tensor, f"use {name}.float()")
         check_shape(name, tensor, first.shape, f"[D] (that of {first_name})")
         check_device(name, tensor, first.device, first_name)

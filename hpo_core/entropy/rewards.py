@@ -13,10 +13,10 @@ import torch.distributed
 
 from ..advantages.terms import known
 from ..arguments import check_compat
-from ..checks import check, check_device, check_dtype, check_shape, check_units
+from ..checks import check, check_device, check_dtype, check_precise, check_shape, check_units
 from ..segments import statistics
 from ..specs import Provenance
-from .signals import NUMBERS, preset
+from .signals import preset
 from .statistics import shared_by
 
 
@@ -270,7 +270,7 @@ def _at(of_difficulty: torch.Tensor, difficulty: torch.Tensor) -> torch.Tensor:
 
 
 def _check_three(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
-    check_dtype(name, tensor, NUMBERS, f"use {name}.float()")
+    check_precise(name, tensor, f"use {name}.float()")
     check_shape(name, tensor, (3,), "[3] (one per difficulty)")
     check_device(name, tensor, like.device, "counts")
 

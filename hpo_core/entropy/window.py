@@ -17,9 +17,9 @@ from .. import ops
 from ..arguments import check_choice, check_flag, check_member, examines
 from ..backends import choice, is_reference
 from ..batch import PackedBatch, as_batch
-from ..checks import check, check_dtype, check_shape, require_type
+from ..checks import check, check_precise, check_shape, require_type
 from ..specs import INDEX_RULES, OrderRule, Provenance
-from .aggregates import BOUNDARIES, INVALID, NUMBERS, ROUNDING, check_offsets, flat_values
+from .aggregates import BOUNDARIES, INVALID, check_offsets, flat_values
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
 from .selection import Selection
@@ -131,7 +131,7 @@ class EntropyWindow:
         backend: str | None = None,
     ) -> WindowState:
         """:meth:`fit` from scores already computed by :meth:`score` of the same ``backend``, of any shape."""
-        check_dtype("score", score, NUMBERS, ROUNDING)
+        check_precise("score", score)
         score = score.detach().flatten()
         if backend != "reference":
             score = score.float().contiguous()
@@ -305,7 +305,7 @@ def _chosen(values: torch.Tensor) -> str:
 
 
 def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    check_dtype("state.threshold", threshold, NUMBERS, "take the state as fit returned it")
+    check_precise("state.threshold", threshold, "take the state as fit returned it")
     check_shape("state.threshold", threshold, (1,), "[1] (what fit returned)")
     check(
         threshold.device == values.device,

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 Tensor = torch.Tensor
 is_compiling = torch.compiler.is_compiling
+INTEGERS = (torch.int32, torch.int64)
 
 _ROUNDING = (
     "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips; compute log-probabilities in "
@@ -67,7 +68,7 @@ def _shown(value: object) -> object:
     if len(text) <= _LONGEST and "\n" not in text:
         return value
     if isinstance(value, Tensor):
-        return _Text(f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}")
+        return _Text(f"a tensor {list(value.shape)} of {dtype_name(value.dtype)}")
     return _Text(" ".join(text[:_LONGEST].split()) + " ...")
 
 
@@ -78,10 +79,19 @@ def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int], meaning: 
         raise ValueError(f"{name}: expected shape {meaning} = {list(shape)}, got {list(tensor.shape)}{tail}")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype], fix: str) -> None:
     if tensor.dtype not in allowed:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise TypeError(f"{name}: expected dtype {names}, got {str(tensor.dtype).removeprefix('torch.')}; {fix}")
+        names = " or ".join(map(dtype_name, allowed))
+        raise TypeError(f"{name}: expected dtype {names}, got {dtype_name(tensor.dtype)}; {fix}")
+
+
+def check_floating(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: expected floating point, got {dtype_name(tensor.dtype)}; use {name}.float()")
 
 
 def check_precise(name: str, tensor: torch.Tensor, fix: str = "") -> None:
@@ -92,7 +102,7 @@ def check_precise(name: str, tensor: torch.Tensor, fix: str = "") -> None:
 
 def check_real(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_complex() or tensor.is_quantized:
-        raise TypeError(f"{name}: expected real numbers, got {tensor.dtype}; use .real or .dequantize()")
+        raise TypeError(f"{name}: expected real numbers, got {dtype_name(tensor.dtype)}; use .real or .dequantize()")
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device, whose: str) -> None:
@@ -188,13 +198,11 @@ def check_units(**given: torch.Tensor | None) -> None:
             continue
         require_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor [U], got {}", name, type(tensor))
         if name.endswith("ids"):
-            check_dtype(name, tensor, (torch.int32, torch.int64), "renumber or hash them to int64 first")
+            check_dtype(name, tensor, INTEGERS, "renumber or hash them to int64 first")
         elif name.endswith("mask") or name.startswith("is_"):
             check_dtype(name, tensor, (torch.bool,), f"use {name}.bool()")
         else:
-            require_type(
-                tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
-            )
+            check_floating(name, tensor)
         check_shape(name, tensor, first.shape, f"[U] (that of {first_name})")
         check_device(name, tensor, first.device, first_name)
 
@@ -232,7 +240,7 @@ def _check_of_batch(batch: Any, count: int, meaning: str, given: dict[str, torch
 
 def check_precision(dtype: torch.dtype, backend: str | None) -> None:
     """Raise ``TypeError`` for a dtype of ``logp`` other than float32, or float64 with the reference."""
-    got = str(dtype).removeprefix("torch.")
+    got = dtype_name(dtype)
     if dtype in (torch.float16, torch.bfloat16):
         raise TypeError(f"logp: expected float32, got {got}; {_ROUNDING}")
     if backend != "reference" or dtype != torch.float64:
@@ -272,9 +280,7 @@ def as_constant(
         if name in _MEASURED and not tensor.is_floating_point():
             check_dtype(name, tensor, (dtype,), _IDS)
         if tensor.dtype in (torch.float16, torch.bfloat16) and name in _PRECISE:
-            raise TypeError(
-                f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_PRECISE[name]}"
-            )
+            raise TypeError(f"{name}: expected float32, got {dtype_name(tensor.dtype)}; {_PRECISE[name]}")
         tensor = tensor.to(dtype)
     return tensor.contiguous()
 

@@ -13,7 +13,7 @@ import torch
 from .. import ops
 from ..arguments import check_choice, constant, constants, examines
 from ..batch import takes_padded
-from ..checks import check, check_shape, check_units, require_type
+from ..checks import check, check_floating, check_shape, check_units, require_type
 from ..distributed import ranks, sum_of_ranks
 from ..reference.advantages import group_normalise
 from ..segments import GroupStatistics, statistics
@@ -203,7 +203,7 @@ def check_eps(eps: float) -> None:
 
 def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **units: torch.Tensor | None) -> list[float]:
     """The weights of several rewards ``[C, U]``; 1 each by default. ``units``: what else there is of units."""
-    require_type(rewards.is_floating_point(), "rewards: expected floating point, got {}; use .float()", rewards.dtype)
+    check_floating("rewards", rewards)
     check(
         rewards.dim() == 2 and len(rewards) > 0,
         "rewards: expected shape [C, U] (one row per reward), got {}",

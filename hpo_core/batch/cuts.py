@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..arguments import check_choice
-from ..checks import check, check_dtype, check_shape
+from ..checks import INTEGERS, check, check_dtype, check_shape
 
 if TYPE_CHECKING:
     from .packed import PackedBatch
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 class MicroBatch(NamedTuple):
@@ -134,5 +132,5 @@ def _concatenated_ranges(begin: torch.Tensor, lengths: torch.Tensor) -> tuple[to
 def as_indices(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, device="cpu")
     if tensor.numel() > 0:  # an empty list is a float tensor
-        check_dtype(name, tensor, _INTEGERS, "use integers")
+        check_dtype(name, tensor, INTEGERS, "use integers")
     return tensor.to(torch.int64)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..arguments import check_choice
-from ..checks import check, check_device, check_real, check_shape, check_shape_of_tokens, examined, require_type
+from ..checks import check, check_device, check_floating, check_real, check_shape, check_shape_of_tokens, examined
 
 if TYPE_CHECKING:
     from .packed import PackedBatch
@@ -42,7 +42,7 @@ def at_level(
     check(ids is not None, "advantage_level: {!r} needs {}_ids in the batch", level, level)
     assert ids is not None
     check(values.dim() == 1, "{}: expected one per {}, got shape {}", name, level, list(values.shape))
-    require_type(values.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, values.dtype)
+    check_floating(name, values)
     # An id without a value gets NaN: the loss leaves its tokens out and counts them in metrics.bad_advantages.
     known = torch.nn.functional.pad(values, (0, 1), value=torch.nan)
     return False, known[ids.clamp(-1, values.numel())]

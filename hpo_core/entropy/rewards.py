@@ -13,7 +13,7 @@ import torch.distributed
 
 from ..advantages.terms import known
 from ..arguments import check_compat
-from ..checks import check, check_device, check_dtype, check_precise, check_shape, check_units
+from ..checks import INTEGERS, check, check_device, check_dtype, check_precise, check_shape, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .signals import preset
@@ -241,7 +241,7 @@ def ares_entropy_reward(
 
 def check_difficulty(difficulty: torch.Tensor, rows: torch.Tensor) -> None:
     """Check difficulties against a tensor of one value per row."""
-    check_dtype("difficulty", difficulty, (torch.int32, torch.int64), "take it as ares_difficulty returned it")
+    check_dtype("difficulty", difficulty, INTEGERS, "take it as ares_difficulty returned it")
     check_shape("difficulty", difficulty, rows.shape, "[S] (one per row)")
     check_device("difficulty", difficulty, rows.device, "the rows")
 

@@ -15,7 +15,7 @@ import torch.distributed
 from .. import ops
 from ..arguments import check_choice, examines
 from ..batch import PackedBatch, as_batch, renumber
-from ..checks import check, check_device, check_dtype, check_shape, examined, require_type
+from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, examined, require_type
 from ..specs import OrderRule
 from .aggregates import flat_values
 from .ranks import common_numbers, quantiles_over_ranks, top_k_over_ranks
@@ -321,7 +321,7 @@ def _counts(k: int | torch.Tensor, scopes: int, batch: PackedBatch) -> torch.Ten
 def _integers(name: str, given: torch.Tensor, size: int, meaning: str, batch: PackedBatch) -> torch.Tensor:
     """A checked constant of ids or counts, int64."""
     given = examined(name, given)
-    check_dtype(name, given, (torch.int32, torch.int64), "ids and counts are integers; hash them to int64 first")
+    check_dtype(name, given, INTEGERS, "ids and counts are integers; hash them to int64 first")
     check_shape(name, given, (size,), meaning)
     check_device(name, given, batch.device, "the batch")
     return given.to(torch.int64).contiguous()

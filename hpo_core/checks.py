@@ -100,6 +100,12 @@ def check_precise(name: str, tensor: torch.Tensor, fix: str = "") -> None:
     check_dtype(name, tensor, (torch.float32, torch.float64), fix)
 
 
+def check_scalar(name: str, tensor: torch.Tensor, device: torch.device, whose: str) -> None:
+    check_precise(name, tensor, f"use {name}.float()")
+    check(tensor.dim() == 0, "{}: expected a 0-dim tensor, got shape {}", name, list(tensor.shape))
+    check_device(name, tensor, device, whose)
+
+
 def check_real(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_complex() or tensor.is_quantized:
         raise TypeError(f"{name}: expected real numbers, got {dtype_name(tensor.dtype)}; use .real or .dequantize()")

@@ -147,6 +147,10 @@ ERRORS = [
     (lambda: hpo.advantages.grpo(ROWS, None, backend=["cpu"]), r"backend: .*, got \['cpu'\]; pass one name"),
     (lambda: hpo.kl.k3(0.1, gradient=["value"]), r"gradient: expected one of value, .*, got \['value'\]"),
     (lambda: hpo.entropy.ares().fit(TOKENS.long(), BATCH), r"entropy: expected .*, got int64; are these ids of"),
+    (
+        lambda: hpo.entropy.siren(TOKENS, BATCH, TOKENS == 0, ROWS[0].to("meta")),
+        r"anchor: expected device cpu \(that of the batch\), got meta; use anchor\.to\('cpu'\)",
+    ),
     (lambda: hpo.advantages.grpo(ROWS, None, eps_mode=["add"]), r"eps_mode: expected one of add, .*, got \['add'\]"),
     (lambda: next(BATCH.micro_batches(4, ["row"])), r"whole: expected one of trajectory, .*, got \['row'\]"),
     (lambda: _loss(weights=ROWS.to_sparse()), r"weights: expected a dense tensor, .*; use weights\.to_dense"),

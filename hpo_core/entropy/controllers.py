@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ..arguments import check_compat, examines
-from ..checks import check, check_device, check_dtype, check_precise, check_shape
+from ..checks import check, check_device, check_dtype, check_precise, check_scalar, check_shape
 from ..specs import Provenance
 from .signals import preset
 
@@ -239,9 +239,7 @@ def ares_penalty(
 def _check_scalars(**given: torch.Tensor) -> None:
     (first_name, first), *_ = given.items()
     for name, tensor in given.items():
-        check_precise(name, tensor, f"use {name}.float()")
-        check(tensor.dim() == 0, "{}: expected a 0-dim tensor, got shape {}", name, list(tensor.shape))
-        check_device(name, tensor, first.device, first_name)
+        check_scalar(name, tensor, first.device, first_name)
 
 
 def _check_buckets(**given: torch.Tensor) -> None:

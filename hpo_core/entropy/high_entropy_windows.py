@@ -15,7 +15,7 @@ import torch.distributed
 
 from .. import ops
 from ..batch import PackedBatch
-from ..checks import check, check_device, check_precise, check_tokens
+from ..checks import check, check_device, check_precise, check_scalar, check_tokens
 from ..distributed import gather
 from ..gates.inputs import of_row, valid_tokens
 from ..specs import OrderRule, Provenance
@@ -118,9 +118,7 @@ def ares_threshold(
     median = _median(of_rows)
     if state is None:
         return median
-    check_precise("state", state, "take the state as ares_threshold returned it")
-    check(state.dim() == 0, "state: expected a 0-dim tensor, got shape {}", list(state.shape))
-    check_device("state", state, entropy.device, "entropy")
+    check_scalar("state", state, entropy.device, "entropy")
     state = state.detach().to(median.dtype)
     moved = torch.where(state.isnan(), median, memory * state + (1 - memory) * median)
     return torch.where(median.isnan(), state, moved)
@@ -151,9 +149,7 @@ def ares_next_windows(
     """
     check_tokens(batch, mask=mask)
     read(batch, entropy=entropy)
-    check_precise("threshold", threshold, "take it as ares_threshold returned it")
-    check(threshold.dim() == 0, "threshold: expected a 0-dim tensor, got shape {}", list(threshold.shape))
-    check_device("threshold", threshold, entropy.device, "entropy")
+    check_scalar("threshold", threshold, entropy.device, "entropy")
     means = window_aggregate(entropy, batch, Window.forward_exclusive(width), backend=backend)
     return mask & torch.isfinite(means) & (means >= threshold.detach())
 

@@ -11,7 +11,7 @@ import torch
 
 from ..arguments import check_compat
 from ..batch import PackedBatch
-from ..checks import check, check_device, check_precise, check_rows, check_tokens
+from ..checks import check, check_device, check_precise, check_rows, check_scalar, check_tokens
 from ..gates.inputs import of_row, valid_tokens
 from ..specs import Provenance
 from .maps import two_knot
@@ -151,8 +151,7 @@ def siren(
     >>> round(siren(*given, torch.tensor(3.0)).item(), 4)
     0.02
     """
-    check_precise("anchor", anchor, "use anchor.float()")
-    check(anchor.dim() == 0, "anchor: expected a 0-dim tensor, got shape {}", list(anchor.shape))
+    check_scalar("anchor", anchor, batch.device, "the batch")
     return coefficient * (siren_mean(entropy, batch, mask) - anchor.detach()).square()
 
 

@@ -185,6 +185,11 @@ def check_flag(name: str, value: Any) -> None:
     require_type(isinstance(value, bool), "{}: expected True or False, got {!r}", name, value)
 
 
+def check_pair(name: str, value: Any, meaning: str) -> None:
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    require_type(is_pair, "{}: expected a pair {}, got {!r}", name, meaning, value)
+
+
 def check_group(name: str, group: Any) -> None:
     """Check that this is a process group. In place of one without this process torch makes another object, which its
     collectives pass over without a word."""
@@ -206,8 +211,7 @@ def _examined_group(name: str, value: Any) -> Any:
 def _examined_pair(kind: str, is_optional: bool, name: str, value: Any) -> Any:
     if is_optional and value is None:
         return value
-    is_pair = isinstance(value, tuple | list) and len(value) == 2
-    require_type(is_pair, "{}: expected a pair of {}, got {!r}", name, f"{_NAMES[kind].split()[-1]}s", value)
+    check_pair(name, value, f"of {_NAMES[kind].split()[-1]}s")
     return tuple(_examined_number(kind, False, f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
@@ -218,8 +222,7 @@ def _examined_if_given(name: str, value: Any) -> Any:
 def _examined_tensors(name: str, value: Any) -> Any:
     if value is None:
         return None
-    is_pair = isinstance(value, tuple | list) and len(value) == 2
-    require_type(is_pair, "{}: expected a pair of tensors, got {}", name, value)
+    check_pair(name, value, "of tensors")
     return tuple(examined(f"{name}[{at}]", each) for at, each in enumerate(value))
 
 

@@ -126,6 +126,7 @@ def _loss(**keywords):
 
 IDENTITY, BATCH = gates.Identity(), hpo.PackedBatch.from_lengths([3, 2])
 TOKENS, ROWS = torch.zeros(5), torch.ones(2)
+LEVELS = _loss(gate=gates.gspo(), report=("levels",)).levels
 CALLED = {
     "gate": (gates.gspo, {}),
     "kl": (hpo.kl.k3, {"ref_logp": TOKENS}),
@@ -151,6 +152,15 @@ ERRORS = [
         lambda: hpo.entropy.siren(TOKENS, BATCH, TOKENS == 0, ROWS[0].to("meta")),
         r"anchor: expected device cpu \(that of the batch\), got meta; use anchor\.to\('cpu'\)",
     ),
+    (lambda: _loss().metrics + 1, r"unsupported operand type\(s\) for \+: 'Metrics' and 'int'"),
+    (lambda: LEVELS + 1, r"unsupported operand type\(s\) for \+: 'LevelMetrics' and 'int'"),
+    (lambda: LEVELS.all_reduce("x"), "group: expected a torch.distributed.ProcessGroup"),
+    (lambda: hpo.entropy.two_knot(ROWS, low=0.1), r"low: expected a pair \(knot, gain\), got 0\.1"),
+    (lambda: hpo.entropy.d3s_schedule("0.2", (4, "0.1"), (8, "0.5")), "progress: expected a number, got '0.2'"),
+    (lambda: hpo.entropy.d3s_schedule(0.2, 4, 8), r"first: expected a pair \(responses, ratio\), got 4"),
+    (lambda: hpo.advantages.GroupHistory.start("3"), "prompts: expected an integer, got '3'"),
+    (lambda: hpo.advantages.GroupHistory.start(-3), "prompts: expected a count >= 0, got -3"),
+    (lambda: hpo.entropy.AresPenalty.start(2.5), r"buckets: expected an integer, got 2\.5"),
     (lambda: hpo.advantages.grpo(ROWS, None, eps_mode=["add"]), r"eps_mode: expected one of add, .*, got \['add'\]"),
     (lambda: next(BATCH.micro_batches(4, ["row"])), r"whole: expected one of trajectory, .*, got \['row'\]"),
     (lambda: _loss(weights=ROWS.to_sparse()), r"weights: expected a dense tensor, .*; use weights\.to_dense"),

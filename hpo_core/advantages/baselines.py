@@ -165,8 +165,10 @@ class GroupHistory(NamedTuple):
     variance: torch.Tensor
 
     @staticmethod
+    @examines
     def start(prompts: int) -> GroupHistory:
         """Nothing seen yet."""
+        check(prompts >= 0, "prompts: expected a count >= 0, got {}", prompts)
         return GroupHistory(*(torch.zeros(prompts, dtype=torch.float64, device="cpu") for _ in range(3)))
 
     @examines

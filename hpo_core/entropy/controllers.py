@@ -172,12 +172,14 @@ class AresPenalty(NamedTuple):
     calls: torch.Tensor  # 0-dim int64
 
     @staticmethod
+    @examines
     def start(buckets: int, beta: float = 1.0, device: torch.device | str = "cpu") -> AresPenalty:
         """The state before the first step.
 
         >>> AresPenalty.start(2).beta
         tensor([1., 1.])
         """
+        check(buckets >= 0, "buckets: expected a count >= 0, got {}", buckets)
         beta_of = torch.full((buckets,), beta, dtype=torch.float32, device=device)
         none, calls = torch.full_like(beta_of, torch.nan), torch.zeros((), dtype=torch.int64, device=device)
         return AresPenalty(beta_of, none, torch.zeros_like(beta_of), calls)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..arguments import examines
+from ..arguments import check_pair, examines
 from ..checks import check_floating
 
 Number = float | torch.Tensor
@@ -35,6 +35,8 @@ def two_knot(
     tensor([1.2500, 1.0000, 3.0000])
     """
     check_floating("x", x)
+    check_pair("low", low, "(knot, gain)")
+    check_pair("high", high, "(knot, gain)")
     (p_low, g_low), (p_high, g_high) = low, high
     value = base + g_low * -torch.relu(p_low - x) + g_high * torch.relu(x - p_high)
     if least is not None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from ..advantages.terms import known
-from ..arguments import check_compat
+from ..arguments import check_compat, examines
 from ..checks import INTEGERS, check, check_device, check_dtype, check_precise, check_shape, check_units
 from ..segments import statistics
 from ..specs import Provenance
@@ -28,6 +28,7 @@ class AresTargets(NamedTuple):
     alpha: torch.Tensor  # [3] float32, the height of the code's entropy reward
 
     @staticmethod
+    @examines
     def start(alpha: float = 0.5, device: torch.device | str = "cpu") -> AresTargets:
         """The state before the first step.
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 import torch.distributed
 
-from ..arguments import check_compat
+from ..arguments import check_compat, check_pair, examines
 from ..batch import PackedBatch
 from ..checks import check, check_rows
 from ..gates.inputs import of_row
@@ -204,6 +204,7 @@ def d3s_tokens(
     return given.selected(mask if keeps_zeros else mask & (score > 0))
 
 
+@examines
 def d3s_schedule(
     progress: float, first: tuple[int, Fraction | str], last: tuple[int, Fraction | str]
 ) -> tuple[int, Fraction]:
@@ -218,6 +219,8 @@ def d3s_schedule(
     (5, Fraction(1, 5))
     """
     check(0 <= progress <= 1, "progress: expected a number in [0, 1], got {}", progress)
+    check_pair("first", first, "(responses, ratio)")
+    check_pair("last", last, "(responses, ratio)")
     p = Fraction(str(progress))
     ratios = [exact_fraction(name, ratio) for name, (_, ratio) in (("first", first), ("last", last))]
     ratio = ((1 - p) * ratios[0] + p * ratios[1]).limit_denominator(LARGEST_DENOMINATOR)

@@ -281,8 +281,9 @@ def as_constant(
         found = "requires a gradient" if tensor.requires_grad else "has a tangent (of forward-mode derivatives)"
         raise ValueError(f"{name}: it is a constant of the loss but {found}; pass {name}.detach()")
     if tensor.dtype is not dtype:
-        if dtype == torch.bool or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized:
-            check_dtype(name, tensor, (dtype,), "convert it")
+        check_real(name, tensor)
+        if torch.bool in (dtype, tensor.dtype):
+            check_dtype(name, tensor, (dtype,), f"use {name}.{'bool' if dtype == torch.bool else 'float'}()")
         if name in _MEASURED and not tensor.is_floating_point():
             check_dtype(name, tensor, (dtype,), _IDS)
         if tensor.dtype in (torch.float16, torch.bfloat16) and name in _PRECISE:

@@ -96,7 +96,8 @@ def checked_temperature(value: Any, targets: torch.Tensor, ignore_index: int, ex
 
 def check_logits(logits: torch.Tensor, dtypes: Sequence[torch.dtype], least: int = 1) -> None:
     check(logits.dim() > 0, "logits: expected shape [..., V], got a number; use logits[None]")
-    check_dtype("logits", logits, dtypes, "use logits.float()")
+    fix = "use logits.float()" if logits.is_floating_point() else "are logits and targets exchanged?"
+    check_dtype("logits", logits, dtypes, fix)
     check(logits.shape[-1] >= least, "logits: expected a vocabulary of at least one token, got {}", list(logits.shape))
 
 

@@ -161,6 +161,17 @@ ERRORS = [
     (lambda: hpo.advantages.GroupHistory.start("3"), "prompts: expected an integer, got '3'"),
     (lambda: hpo.advantages.GroupHistory.start(-3), "prompts: expected a count >= 0, got -3"),
     (lambda: hpo.entropy.AresPenalty.start(2.5), r"buckets: expected an integer, got 2\.5"),
+    (
+        lambda: BATCH.select(ROWS.numpy()),
+        "rows: expected a tensor or a sequence of integers, .*; convert it with torch.as",
+    ),
+    (lambda: _loss(token_mask=TOKENS.long()), r"token_mask: expected dtype bool, got int64; use token_mask\.bool\(\)"),
+    (lambda: _loss(token_weight=TOKENS > 0), r"token_weight: .*, got bool; use token_weight\.float\(\)"),
+    (
+        lambda: hpo.token_logprobs(TOKENS.long(), torch.zeros(5, 7)),
+        "logits: expected dtype float32 .*, got int64; are logits and targets exchanged",
+    ),
+    (lambda: gates.compose(gates.gspo(), gates.tis()), r"corrections: .*; pass those of another gate as \*gate\.corr"),
     (lambda: hpo.advantages.grpo(ROWS, None, eps_mode=["add"]), r"eps_mode: expected one of add, .*, got \['add'\]"),
     (lambda: next(BATCH.micro_batches(4, ["row"])), r"whole: expected one of trajectory, .*, got \['row'\]"),
     (lambda: _loss(weights=ROWS.to_sparse()), r"weights: expected a dense tensor, .*; use weights\.to_dense"),

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from ..arguments import examines
-from ..checks import check
+from ..checks import check, require_type
 from ..specs import Action, Head, Provenance, Reduction, Statistic, Unit
 from .parts import Channel, Clip, Correction
 from .ratio_gate import RatioGate
@@ -25,6 +25,9 @@ def compose(gate: RatioGate, *corrections: Correction) -> RatioGate:
     >>> gates.compose(gates.gspo(), *gates.icepop().corrections).name
     'gspo'
     """
+    for each in corrections:
+        message = "corrections: expected Corrections, got {}; pass those of another gate as *gate.corrections"
+        require_type(isinstance(each, Correction), message, type(each))
     return replace(gate, corrections=gate.corrections + corrections)
 
 

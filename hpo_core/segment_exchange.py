@@ -62,6 +62,7 @@ def exchange_of(
     units = tuple(level.unit for level in spec.levels)
     span = None
     if process_group is not None:
+        check_group("process_group", process_group)
         if not has_ids(batch, units_of_gate):
             check(
                 Unit.TRAJECTORY in units_of_gate,
@@ -72,7 +73,6 @@ def exchange_of(
                 f"process_group: no level of the gate {gate!r} has ids, and without them a trajectory lies on one "
                 f"rank; pass trajectory_ids= to PackedBatch, or drop it"
             )
-        check_group("process_group", process_group)
         if has_ids(batch, units):
             span = _span_of(batch, units, process_group)
     given = [] if aggregates is None else _check_aggregates(batch, spec, gate, aggregates)

@@ -190,7 +190,10 @@ ERRORS = [
     # What is wrong with a part of what is made, behind the arguments it was made of.
     (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),
     (lambda: gates.dro(beta=-1), r"dro\(beta=-1\): head_numbers, penalty_coefficient: expected numbers >= 0"),
-    (lambda: gates.icepop(5.0, 0.5), r"icepop\(ratio_low=5\.0, ratio_high=0\.5\): correction: expected low <= high"),
+    (lambda: gates.icepop(5.0, 0.5), r"ratio_low: expected ratio_low <= ratio_high, got 5\.0 and 0\.5"),
+    (lambda: gates.mis(ratio_low=-1.0), r"ratio_low: expected an absolute ratio >= 0, got -1\.0"),
+    (lambda: gates.mis(ratio_veto=-1.0), r"ratio_veto: expected an absolute ratio >= 0, got -1\.0"),
+    (lambda: _loss(process_group=1), "process_group: expected a torch.distributed.ProcessGroup"),
     (lambda: gates.dcpo_clip(0.5), r"dcpo_clip\(ratio_cap=0\.5\): ratio_dual: expected a ratio c > 1"),
     (lambda: gates.fiberpo(log_budgets=(-1, 1)), r"fiberpo\(log_budgets=\(-1, 1\)\): budgets: expected log-ratios"),
     (

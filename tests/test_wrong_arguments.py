@@ -3,6 +3,7 @@
 The walk runs in a process of its own, so that a crash is a result like any other.
 """
 
+import functools
 import inspect
 import itertools
 import json
@@ -172,6 +173,17 @@ ERRORS = [
         "logits: expected dtype float32 .*, got int64; are logits and targets exchanged",
     ),
     (lambda: gates.compose(gates.gspo(), gates.tis()), r"corrections: .*; pass those of another gate as \*gate\.corr"),
+    *(
+        (
+            lambda call=call: call(eps_low=0.8, eps_high=1.2),
+            "eps_low, eps_high: .*, which look like ratios; pass 0.2 and",
+        )
+        for call in (
+            functools.partial(hpo.entropy.hapo, TOKENS, BATCH),
+            functools.partial(hpo.entropy.reconstructed.erc, TOKENS, TOKENS, BATCH),
+            functools.partial(gates.fipo_weight, TOKENS, TOKENS, ROWS, BATCH),
+        )
+    ),
     (lambda: hpo.advantages.grpo(ROWS, None, eps_mode=["add"]), r"eps_mode: expected one of add, .*, got \['add'\]"),
     (lambda: next(BATCH.micro_batches(4, ["row"])), r"whole: expected one of trajectory, .*, got \['row'\]"),
     (lambda: _loss(weights=ROWS.to_sparse()), r"weights: expected a dense tensor, .*; use weights\.to_dense"),

@@ -10,7 +10,8 @@ import torch
 
 from ..arguments import check_compat
 from ..batch import PackedBatch
-from ..checks import check, check_tokens
+from ..checks import check_tokens
+from ..gates.token_level import check_epsilons
 from ..specs import Provenance
 from .maps import two_knot
 from .selection import Selection
@@ -48,8 +49,7 @@ def hapo(
     >>> low, high[-2:]
     (tensor([0.6000, 0.6400, 0.6800, 0.7200, 0.7600, 0.8000, 0.8000]), tensor([1.2800, 1.5600]))
     """
-    for name, epsilon in (("eps_low", eps_low), ("eps_high", eps_high)):
-        check(epsilon >= 0, "{}: expected an epsilon >= 0, got {}", name, epsilon)
+    check_epsilons(eps_low, eps_high)
     given, state = _read(entropy, batch, state, backend)
     h = _relative(given, state, compat)
     lower = two_knot(h, eps_low, low=(0.0, -alpha * eps_low))

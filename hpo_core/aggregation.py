@@ -27,7 +27,7 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
-from .arguments import examines
+from .arguments import check_choice, examines
 from .batch import PackedBatch, alone_without, renumber, row_counts
 from .checks import check, check_device, check_dtype, check_shape_of_tokens, require_type
 
@@ -272,11 +272,8 @@ def _ranks_averaged(
         check(gradient_reduction is None, "ranks: give it, or gradient_reduction, not both")
         check(0 < ranks < math.inf, "ranks: expected a number of ranks > 0, got {}", ranks)
         return float(ranks)
-    check(
-        gradient_reduction in (None, "sum", "mean"),
-        "gradient_reduction: expected 'sum' or 'mean', got {!r}",
-        gradient_reduction,
-    )
+    if gradient_reduction is not None:
+        check_choice("gradient_reduction", gradient_reduction, ("sum", "mean"))
     check(
         gradient_reduction != "mean" or _is_distributed(),
         "gradient_reduction: 'mean' needs torch.distributed to be initialised; on one process use 'sum'",

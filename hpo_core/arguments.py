@@ -7,7 +7,7 @@ import functools
 import inspect
 import numbers
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -111,8 +111,6 @@ def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Ca
         return _OF_ANNOTATION[annotation]
     if name == "self":
         return _examined_self
-    if annotation.removesuffix(" | None") == "PackedBatch | torch.Tensor":
-        return functools.partial(_examined_batch, function, annotation.endswith(" | None"))
     kind, _, rest = annotation.partition(" | ")
     if kind in _NUMBERS and rest in ("", "None"):
         return functools.partial(_examined_number, kind, rest == "None")
@@ -171,8 +169,25 @@ def check_member(name: str, value: Any, kind: type[enum.Enum], or_none: bool = F
     require_type(False, "{}: expected one of {} ({}), got {!r}", name, kind.__name__, members, value)
 
 
+def check_choice(name: str, value: Any, known: Iterable[str], others: str = "") -> None:
+    """Check that the value is one of these names. ``others``: what else the argument may be, for the message."""
+    if not isinstance(value, str) or value not in known:
+        check(False, "{}: expected one of {}{}, got {!r}", name, ", ".join(known), others, value)
+
+
+def check_compat(compat: str) -> bool:
+    """Whether the code of the authors is meant, where it differs from their paper."""
+    check_choice("compat", compat, ("paper", "code"))
+    return compat == "code"
+
+
 def check_flag(name: str, value: Any) -> None:
     require_type(isinstance(value, bool), "{}: expected True or False, got {!r}", name, value)
+
+
+def check_pair(name: str, value: Any, meaning: str) -> None:
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    require_type(is_pair, "{}: expected a pair {}, got {!r}", name, meaning, value)
 
 
 def check_group(name: str, group: Any) -> None:
@@ -196,8 +211,7 @@ def _examined_group(name: str, value: Any) -> Any:
 def _examined_pair(kind: str, is_optional: bool, name: str, value: Any) -> Any:
     if is_optional and value is None:
         return value
-    is_pair = isinstance(value, tuple | list) and len(value) == 2
-    require_type(is_pair, "{}: expected a pair of {}, got {!r}", name, f"{_NAMES[kind].split()[-1]}s", value)
+    check_pair(name, value, f"of {_NAMES[kind].split()[-1]}s")
     return tuple(_examined_number(kind, False, f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
@@ -208,8 +222,7 @@ def _examined_if_given(name: str, value: Any) -> Any:
 def _examined_tensors(name: str, value: Any) -> Any:
     if value is None:
         return None
-    is_pair = isinstance(value, tuple | list) and len(value) == 2
-    require_type(is_pair, "{}: expected a pair of tensors, got {}", name, value)
+    check_pair(name, value, "of tensors")
     return tuple(examined(f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
@@ -236,7 +249,8 @@ def _examined_self(name: str, value: Any) -> Any:
 def _examined_integers(name: str, value: Any) -> Any:
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     if is_sequence or not isinstance(value, Tensor):
-        require_type(is_sequence, "{}: expected a tensor or a sequence of integers, got {}", name, type(value))
+        message = "{}: expected a tensor or a sequence of integers, got {}; convert it with torch.as_tensor"
+        require_type(is_sequence, message, name, type(value))
         return value
     value = examined(name, value)
     check(not value.is_meta or is_traced(), "{}: expected integers that can be read, got a tensor on meta", name)
@@ -252,22 +266,13 @@ def _examined_sequence(name: str, value: Any) -> Any:
     ]
 
 
-# The next two look classes up in the module of the function at each call, because this module cannot import them.
-
-
 def _examined_instance(function: Any, kind: str, is_optional: bool, name: str, value: Any) -> Any:
     if is_optional and value is None:
         return value
+    kind_of = function.__globals__[kind]  # looked up at each call: this module cannot import it
     got = value if inspect.isroutine(value) else type(value)
-    require_type(isinstance(value, function.__globals__[kind]), "{}: expected a {}, got {}", name, kind, got)
+    require_type(isinstance(value, kind_of), "{}: expected a {}, got {}", name, kind, got)
     return _examined_fields(name, value) if isinstance(value, tuple) else value
-
-
-def _examined_batch(function: Any, is_optional: bool, name: str, value: Any) -> Any:
-    if isinstance(value, function.__globals__["PackedBatch"]) or (is_optional and value is None):
-        return value
-    require_type(isinstance(value, Tensor), "{}: expected a PackedBatch or a mask [B, L], got {}", name, type(value))
-    return examined(name, value)
 
 
 _OF_ANNOTATION: dict[str, Callable[[str, Any], Any]] = {

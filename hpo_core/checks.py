@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 Tensor = torch.Tensor
 is_compiling = torch.compiler.is_compiling
+INTEGERS = (torch.int32, torch.int64)
 
 _ROUNDING = (
     "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips; compute log-probabilities in "
@@ -25,6 +26,9 @@ _PRECISE = {
     **dict.fromkeys(("old_logp", "ref_logp", "rollout_logp"), _ROUNDING),
     "weights": "16-bit rounding changes the step by up to 0.4 %; compute them in float32",
 }
+_COARSE = "16-bit log-probabilities and entropies are too coarse; compute and store them in float32"
+_IDS = "are these ids of tokens?"
+_MEASURED = ("old_logp", "ref_logp", "rollout_logp", "entropy")  # never integers, unless others stand in their place
 
 
 def check(condition: bool, message: str, *values: object) -> None:
@@ -64,7 +68,7 @@ def _shown(value: object) -> object:
     if len(text) <= _LONGEST and "\n" not in text:
         return value
     if isinstance(value, Tensor):
-        return _Text(f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}")
+        return _Text(f"a tensor {list(value.shape)} of {dtype_name(value.dtype)}")
     return _Text(" ".join(text[:_LONGEST].split()) + " ...")
 
 
@@ -75,15 +79,36 @@ def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int], meaning: 
         raise ValueError(f"{name}: expected shape {meaning} = {list(shape)}, got {list(tensor.shape)}{tail}")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype], fix: str) -> None:
     if tensor.dtype not in allowed:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise TypeError(f"{name}: expected dtype {names}, got {str(tensor.dtype).removeprefix('torch.')}; {fix}")
+        names = " or ".join(map(dtype_name, allowed))
+        raise TypeError(f"{name}: expected dtype {names}, got {dtype_name(tensor.dtype)}; {fix}")
+
+
+def check_floating(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: expected floating point, got {dtype_name(tensor.dtype)}; use {name}.float()")
+
+
+def check_precise(name: str, tensor: torch.Tensor, fix: str = "") -> None:
+    """Check that the tensor is in float32 or float64. Without a ``fix`` it is log-probabilities or entropies."""
+    fix = fix or (_COARSE if tensor.is_floating_point() else _IDS)
+    check_dtype(name, tensor, (torch.float32, torch.float64), fix)
+
+
+def check_scalar(name: str, tensor: torch.Tensor, device: torch.device, whose: str) -> None:
+    check_precise(name, tensor, f"use {name}.float()")
+    check(tensor.dim() == 0, "{}: expected a 0-dim tensor, got shape {}", name, list(tensor.shape))
+    check_device(name, tensor, device, whose)
 
 
 def check_real(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_complex() or tensor.is_quantized:
-        raise TypeError(f"{name}: expected real numbers, got {tensor.dtype}; use .real or .dequantize()")
+        raise TypeError(f"{name}: expected real numbers, got {dtype_name(tensor.dtype)}; use .real or .dequantize()")
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device, whose: str) -> None:
@@ -179,13 +204,11 @@ def check_units(**given: torch.Tensor | None) -> None:
             continue
         require_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor [U], got {}", name, type(tensor))
         if name.endswith("ids"):
-            check_dtype(name, tensor, (torch.int32, torch.int64), "renumber or hash them to int64 first")
+            check_dtype(name, tensor, INTEGERS, "renumber or hash them to int64 first")
         elif name.endswith("mask") or name.startswith("is_"):
             check_dtype(name, tensor, (torch.bool,), f"use {name}.bool()")
         else:
-            require_type(
-                tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
-            )
+            check_floating(name, tensor)
         check_shape(name, tensor, first.shape, f"[U] (that of {first_name})")
         check_device(name, tensor, first.device, first_name)
 
@@ -223,7 +246,7 @@ def _check_of_batch(batch: Any, count: int, meaning: str, given: dict[str, torch
 
 def check_precision(dtype: torch.dtype, backend: str | None) -> None:
     """Raise ``TypeError`` for a dtype of ``logp`` other than float32, or float64 with the reference."""
-    got = str(dtype).removeprefix("torch.")
+    got = dtype_name(dtype)
     if dtype in (torch.float16, torch.bfloat16):
         raise TypeError(f"logp: expected float32, got {got}; {_ROUNDING}")
     if backend != "reference" or dtype != torch.float64:
@@ -253,18 +276,18 @@ def as_constant(
     """:func:`checked_constant` for a tensor that is already examined."""
     if shape is not None and tensor.shape != shape:
         check_shape(name, tensor, shape, meaning)
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected device {device} (that of logp), got {tensor.device}")
-    if tensor.requires_grad or (forward_ad._current_level >= 0 and has_tangent(tensor)):
+    check_device(name, tensor, device, "logp")
+    if tensor.requires_grad or has_tangent(tensor):
         found = "requires a gradient" if tensor.requires_grad else "has a tangent (of forward-mode derivatives)"
         raise ValueError(f"{name}: it is a constant of the loss but {found}; pass {name}.detach()")
     if tensor.dtype is not dtype:
-        if dtype == torch.bool or tensor.dtype == torch.bool or tensor.is_complex() or tensor.is_quantized:
-            check_dtype(name, tensor, (dtype,), "convert it")
+        check_real(name, tensor)
+        if torch.bool in (dtype, tensor.dtype):
+            check_dtype(name, tensor, (dtype,), f"use {name}.{'bool' if dtype == torch.bool else 'float'}()")
+        if name in _MEASURED and not tensor.is_floating_point():
+            check_dtype(name, tensor, (dtype,), _IDS)
         if tensor.dtype in (torch.float16, torch.bfloat16) and name in _PRECISE:
-            raise TypeError(
-                f"{name}: expected float32, got {str(tensor.dtype).removeprefix('torch.')}; {_PRECISE[name]}"
-            )
+            raise TypeError(f"{name}: expected float32, got {dtype_name(tensor.dtype)}; {_PRECISE[name]}")
         tensor = tensor.to(dtype)
     return tensor.contiguous()
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .arguments import check_member, check_numbers, examines, is_finite
-from .checks import check, require_type
+from .arguments import check_choice, check_member, check_numbers, examines, is_finite
+from .checks import check
 from .specs import KLEstimator, KLGradient
 
 __all__ = ["KLPenalty", "k1", "k2", "k3"]
@@ -39,8 +39,7 @@ class KLPenalty:
 
 
 def _penalty(estimator: KLEstimator, beta: float, gradient: str) -> KLPenalty:
-    require_type(isinstance(gradient, str), "gradient: expected one of {}, got {!r}", ", ".join(_GRADIENTS), gradient)
-    check(gradient in _GRADIENTS, "gradient: expected one of {}, got {!r}", ", ".join(_GRADIENTS), gradient)
+    check_choice("gradient", gradient, _GRADIENTS)
     return KLPenalty(estimator, float(beta), _GRADIENTS[gradient])
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed
 
+from .arguments import examines
 from .batch import PackedBatch
 from .checks import check
 from .distributed import sum_in_order
@@ -104,6 +105,8 @@ class LevelMetrics:
         return self.table[:, names.index(name)]
 
     def __add__(self, other: LevelMetrics) -> LevelMetrics:
+        if not isinstance(other, LevelMetrics):
+            return NotImplemented
         check(
             (self.units, self.split) == (other.units, other.split),
             "level metrics: expected those of the same levels ({}, split={}), got ({}, split={}); add up one gate's",
@@ -115,6 +118,7 @@ class LevelMetrics:
         """``sum`` begins with 0."""
         return self if other == 0 else NotImplemented
 
+    @examines
     def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> LevelMetrics:
         """Combine over the ranks of ``group``: one all-gather and a local fold in rank order, bitwise equal on every
         rank."""

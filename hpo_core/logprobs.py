@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from . import ops
 from .arguments import examines
 from .backends import is_reference
-from .batch import PackedBatch
+from .batch import PackedBatch, as_batch
 from .checks import check, check_device, check_dtype, check_shape
 from .ops import is_traced
 from .reference.logprobs import token_logprobs as definition
@@ -311,9 +311,7 @@ def _check_operands(logits: torch.Tensor, targets: torch.Tensor, reference: bool
 
 def _predicted(targets: torch.Tensor, batch: PackedBatch | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Which tokens count and have logits; and which count and have none, where that is not checked."""
-    if not isinstance(batch, PackedBatch):
-        batch = PackedBatch.from_padded(batch)
-    shape = targets.shape
+    batch, shape = as_batch(batch), targets.shape
     if shape != batch.padded_shape:
         meaning, fix = "[T] (one per token of the batch)", "a pack in a model's form [1, T, ...] is the first of each"
         check_shape("targets", targets, (batch.total_tokens,), meaning, fix)

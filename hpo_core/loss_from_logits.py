@@ -9,7 +9,7 @@ import torch
 
 from . import ops
 from .backends import is_reference, resolve
-from .batch import PackedBatch
+from .batch import PackedBatch, as_batch
 from .checks import check, check_dtype, examined, refuse_tangent
 from .gates import Channel, RatioGate
 from .logprobs import checked_call, token_logprobs
@@ -100,7 +100,7 @@ def policy_loss_from_logits(
             [ 0.0000,  0.0000]])
     """
     logits, targets = examined("logits", logits), examined("targets", targets)
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(examined("batch", batch))
+    batch = as_batch(batch)
     backend, reference = options.get("backend"), is_reference(logits, options.get("backend"))
     if reference:
         check(not inplace_gradient, "inplace_gradient: the reference has a graph of its own; leave it False")

@@ -12,14 +12,14 @@ from . import aggregation, ops
 from .advantages import grpo
 from .advantages.terms import accepted_keywords, check_keywords, gathers_units, level_of, name_of
 from .backends import is_reference, resolve
-from .batch import PackedBatch
+from .batch import PackedBatch, as_batch
 from .checks import check, require_type
 from .entropy import EntropyWindow, Selection, WindowState
 from .gates import GateInputs, RatioGate
 from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
-from .prepared import PolicyLossOptions, Prepared, Report, as_batch, prepare
+from .prepared import PolicyLossOptions, Prepared, Report, prepare
 from .segment_exchange import SegmentExchange, has_ids
 from .specs import PolicyLossInputs, PolicyLossSpec
 

@@ -89,6 +89,8 @@ class Metrics:
         return self.vector[_INDEX[name]]
 
     def __add__(self, other: Metrics) -> Metrics:
+        if not isinstance(other, Metrics):
+            return NotImplemented
         return Metrics(fold(torch.stack((self.vector, other.vector)), SLOTS.values()))
 
     def __radd__(self, other: int) -> Metrics:

@@ -9,8 +9,17 @@ import torch
 import torch.distributed
 
 from . import aggregation, gates, ops
-from .batch import Hierarchy, LeafTables, PackedBatch
-from .checks import as_constant, check, check_precision, check_shape, checked_constant, examined, require_type
+from .batch import Hierarchy, LeafTables, PackedBatch, as_batch
+from .checks import (
+    as_constant,
+    check,
+    check_device,
+    check_precision,
+    check_shape,
+    checked_constant,
+    examined,
+    require_type,
+)
 from .corrections import corrected
 from .entropy import EntropyWindow, Selection, WindowState
 from .entropy.selection import checked_selection, selected_tokens, shaped_advantages
@@ -119,7 +128,7 @@ def prepare(
         check_precision(dtype, backend)
     if shape != (batch.total_tokens,) and shape != batch.padded_shape:
         check_shape("logp", logp, batch.padded_shape or (batch.total_tokens,), "[T] (or the padded [B, L])")
-    check(device == batch.device, "logp: expected device {} (that of the batch), got {}", batch.device, device)
+    check_device("logp", logp, batch.device, "the batch")
 
     def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
         return checked_constant(name, tensor, shape, "[T] (that of logp)", kind, device)
@@ -251,13 +260,6 @@ def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:
     check(
         (kl is None) == (ref_logp is None), "kl: ref_logp and kl go together, got only {}", "kl" if kl else "ref_logp"
     )
-
-
-def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
-    if isinstance(batch, PackedBatch):
-        return batch
-    require_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
-    return PackedBatch.from_padded(examined("batch", batch))
 
 
 def _compared(

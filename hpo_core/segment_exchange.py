@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from .arguments import check_group
 from .batch import Hierarchy, PackedBatch
-from .checks import check, examined, require_type
+from .checks import check, check_device, examined, require_type
 from .distributed import gather
 from .reference.terms import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
@@ -63,6 +63,7 @@ def exchange_of(
     units = tuple(level.unit for level in spec.levels)
     span = None
     if process_group is not None:
+        check_group("process_group", process_group)
         if not has_ids(batch, units_of_gate):
             check(
                 Unit.TRAJECTORY in units_of_gate,
@@ -73,7 +74,6 @@ def exchange_of(
                 f"process_group: no level of the gate {gate!r} has ids, and without them a trajectory lies on one "
                 f"rank; pass trajectory_ids= to PackedBatch, or drop it"
             )
-        check_group("process_group", process_group)
         if has_ids(batch, units):
             span = _span_of(batch, units, process_group)
     given = [] if aggregates is None else _check_aggregates(batch, spec, gate, aggregates)
@@ -230,13 +230,7 @@ def _check_aggregates(
         fits = values.dim() == 2 and values.shape[0] == 2 if spec.split else values.dim() == 1
         shape = "[2, G], of positive and negative log-ratios (the gate has a split)" if spec.split else "[G]"
         check(fits, "aggregates[{!r}]: expected shape {}, got {}", name, shape, list(values.shape))
-        check(
-            values.device == batch.device,
-            "aggregates[{!r}]: expected device {} (that of the batch), got {}",
-            name,
-            batch.device,
-            values.device,
-        )
+        check_device(f"aggregates[{name!r}]", values, batch.device, "the batch")
         check(not values.requires_grad, "aggregates[{!r}]: they are constants; pass them detached", name)
         units = tuple(level.unit for level in spec.levels)
         of_segment = batch.once(_ids_of_segments, units, index)

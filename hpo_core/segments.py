@@ -11,13 +11,22 @@ import torch
 
 from . import ops
 from .arguments import constants, examines
-from .checks import check, check_device, check_dtype, check_real, check_shape, check_units, examined, require_type
+from .checks import (
+    INTEGERS,
+    check,
+    check_device,
+    check_dtype,
+    check_real,
+    check_shape,
+    check_units,
+    examined,
+    require_type,
+)
 from .distributed import common_ids, merged, ranks
 from .specs import GroupStatistics
 
 __all__ = ["Chains", "GroupStatistics", "chains", "dense_ids", "ids_of", "recurrence", "statistics"]
 
-_INTEGERS = (torch.int32, torch.int64)
 _HASH = "renumber or hash them to int64 first"
 
 
@@ -75,7 +84,7 @@ def recurrence(
     tensor([0.2500, 0.5000, 1.0000])
     """
     check_units(values=values, gains=gains)
-    check_dtype("cu_seqlens", cu_seqlens, _INTEGERS, "offsets are integers")
+    check_dtype("cu_seqlens", cu_seqlens, INTEGERS, "offsets are integers")
     check(
         cu_seqlens.dim() == 1 and cu_seqlens.numel() > 0,
         "cu_seqlens: expected shape [R + 1] with a leading 0, got {}",
@@ -125,7 +134,7 @@ def dense_ids(*keys: torch.Tensor) -> torch.Tensor:
     check(len(keys) > 0, "keys: expected at least one tensor of ids")
     keys = tuple(examined(f"keys[{at}]", key) for at, key in enumerate(keys))
     for at, key in enumerate(keys):
-        check_dtype(f"keys[{at}]", key, _INTEGERS, _HASH)
+        check_dtype(f"keys[{at}]", key, INTEGERS, _HASH)
         check(key.dim() == 1, "keys[{}]: expected shape [U] (one per unit), got {}", at, list(key.shape))
         check_shape(f"keys[{at}]", key, keys[0].shape, "[U] (that of keys[0])")
         check_device(f"keys[{at}]", key, keys[0].device, "keys[0]")

@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from .arguments import examines
-from .checks import check, check_device, check_dtype, check_shape, examined, has_tangent, require_type
+from .checks import (
+    INTEGERS,
+    check,
+    check_device,
+    check_dtype,
+    check_floating,
+    check_shape,
+    examined,
+    has_tangent,
+    require_type,
+)
 from .ops import is_traced
 from .ops.library import OPERATORS, check_operand, define, register
 from .specs import LOGITS
@@ -44,7 +54,7 @@ class Setting(NamedTuple):
             return int(value) if is_count else float(value)
         value = examined(name, value)
         if is_count:
-            check_dtype(name, value, (torch.int64, torch.int32), "counts are integers")
+            check_dtype(name, value, INTEGERS, "counts are integers")
         check_of_rows(name, value, shape, device, whose, is_count)
         return value.to(torch.int64 if is_count else torch.float64 if exact else torch.float32)
 
@@ -94,7 +104,8 @@ def logit_types(exact: bool) -> tuple[torch.dtype, ...]:
 
 def check_logits(logits: torch.Tensor, dtypes: Sequence[torch.dtype], least: int = 1) -> None:
     check(logits.dim() > 0, "logits: expected shape [..., V], got a number; use logits[None]")
-    check_dtype("logits", logits, dtypes, "use logits.float()")
+    fix = "use logits.float()" if logits.is_floating_point() else "are logits and targets exchanged?"
+    check_dtype("logits", logits, dtypes, fix)
     check(logits.shape[-1] >= least, "logits: expected a vocabulary of at least one token, got {}", list(logits.shape))
 
 
@@ -109,9 +120,8 @@ def check_of_rows(
     name: str, tensor: torch.Tensor, shape: Sequence[int], device: torch.device, whose: str, integers: bool = False
 ) -> None:
     """Check that the tensor has one number for each row, and is a constant of the differentiation."""
-    require_type(
-        integers or tensor.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, tensor.dtype
-    )
+    if not integers:
+        check_floating(name, tensor)
     check_shape(name, tensor, shape, f"[...] (that of {whose})")
     check_device(name, tensor, device, whose)
     check(

@@ -154,7 +154,11 @@ def test_errors():
         r", got \[3\]",
         stopped_group(split=True), aggregates={"group": one},
     )  # fmt: skip
-    refused(r"aggregates\['group'\]: expected device", stopped_group(), aggregates={"group": one.to("meta")})
+    refused(
+        r"aggregates\['group'\]: expected device cpu .*; use aggregates\['group'\].to\('cpu'\)",
+        stopped_group(),
+        aggregates={"group": one.to("meta")},
+    )
     asked = one.clone().requires_grad_()
     refused(r"aggregates\['group'\]: they are constants", stopped_group(), aggregates={"group": asked})
 

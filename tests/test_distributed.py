@@ -233,7 +233,7 @@ def test_errors():
     batch = Step().batch
     with pytest.raises(ValueError, match=r"gradient_reduction: 'mean' needs torch\.distributed to be initialised"):
         aggregation.token_mean(batch, gradient_reduction="mean")
-    with pytest.raises(ValueError, match="gradient_reduction: expected 'sum' or 'mean', got 'average'"):
+    with pytest.raises(ValueError, match="gradient_reduction: expected one of sum, mean, got 'average'"):
         aggregation.token_mean(batch, gradient_reduction="average")
     with pytest.raises(ValueError, match="total: give the global count, or process_group to sum it over, not both"):
         aggregation.token_mean(batch, total=3, process_group=dist.ProcessGroup(0, 1))

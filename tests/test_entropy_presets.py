@@ -272,7 +272,7 @@ def test_the_pages_say_where_presets_come_from():
 
 
 ERRORS = [
-    (lambda: E.hapo(H7, SEVEN, compat="official"), ValueError, 'compat: expected "paper" or "code", got \'official\''),
+    (lambda: E.hapo(H7, SEVEN, compat="official"), ValueError, "compat: expected one of paper, code, got 'official'"),
     (lambda: E.hapo(H7.bfloat16(), SEVEN), TypeError, "entropy: expected dtype float32 or float64, got bfloat16; 16"),
     (lambda: E.hapo(H7[:3], SEVEN), ValueError, r"entropy: expected shape \[T\]"),
     (lambda: E.entropy_advantage(H7, torch.ones(1), SEVEN, kappa=0.5), ValueError, "kappa: expected a number >= 1"),

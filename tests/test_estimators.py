@@ -366,7 +366,7 @@ def test_groups_of_one_keep_their_reward_where_the_authors_do(backend):
     close(A.ngrpo(t(0.0), None, **b), [-math.sqrt(0.5)])
     close(A.adora(t(0.5), None, t(3.0), t(False), singleton="raw", **b), [0.05])
     close(A.dr_mas(t(0.5, 1, 0), t(0, 0, 0), t(0, 1, 1), singleton="raw", **b), [0.5, 0.707106, -0.707106])
-    with pytest.raises(ValueError, match=r"^singleton: expected 'zero' or 'raw', got 'kept'"):
+    with pytest.raises(ValueError, match=r"^singleton: expected one of zero, raw, got 'kept'"):
         A.ngrpo(r, ids, singleton="kept")
 
 

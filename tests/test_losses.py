@@ -338,7 +338,7 @@ def error_cases():
         "advantages": torch.ones(2),
         "batch": torch.ones(2, 3).bool(),
     }
-    elsewhere, given = torch.zeros(TOKENS, device="meta"), gates.GateInputs
+    elsewhere, ids, given = torch.zeros(TOKENS, device="meta"), torch.arange(TOKENS), gates.GateInputs
     selecting = {"window": window, "entropy": example.entropy, "threshold": state}
     return [
         # logp
@@ -354,11 +354,15 @@ def error_cases():
             "logp: expected float32, got float64; use .float(), or backend='reference'",
         ),
         ({"logp": torch.zeros(TOKENS, dtype=torch.int64)}, TypeError, "logp: expected float32, got int64"),
-        ({"logp": elsewhere}, ValueError, "logp: expected device cpu (that of the batch), got meta"),
+        ({"logp": elsewhere}, ValueError, "device cpu (that of the batch), got meta; use logp.to('cpu')"),
         # constants
         ({"old_logp": logp[:5]}, ValueError, "old_logp: expected shape [T] (that of logp) = [12], got [5]"),
         ({"old_logp": logp.bfloat16()}, TypeError, "old_logp: expected float32, got bfloat16; 16-bit rounding"),
-        ({"old_logp": elsewhere}, ValueError, "old_logp: expected device cpu (that of logp), got meta"),
+        ({"old_logp": ids}, TypeError, "old_logp: expected dtype float32, got int64; are these ids of tokens?"),
+        ({"kl": kl.k3(0.1), "ref_logp": ids}, TypeError, "ref_logp: expected dtype float32, got int64; are these ids"),
+        ({"rollout_logp": ids, "gate": gates.tis()}, TypeError, "rollout_logp: expected dtype float32, got int64; are"),
+        ({"entropy": ids}, TypeError, "entropy: expected dtype float32, got int64; are these ids of tokens?"),
+        ({"old_logp": elsewhere}, ValueError, "device cpu (that of logp), got meta; use old_logp.to('cpu')"),
         ({"old_logp": 0.0}, TypeError, "old_logp: expected a tensor [T] (that of logp), got <class 'float'>"),
         (
             {"old_logp": logp.clone().requires_grad_()},
@@ -380,7 +384,7 @@ def error_cases():
         ),
         # batch, gate
         ({"batch": [4, 3, 0, 5]}, TypeError, "batch: expected a PackedBatch or a mask [B, L], got <class 'list'>"),
-        ({"batch": mask}, ValueError, "mask: expected a padded mask [B, L], got shape [12]"),
+        ({"batch": mask}, ValueError, "batch: expected a PackedBatch or a mask [B, L], got a tensor [12]"),
         ({"gate": "ppo"}, TypeError, "gate: expected a RatioGate from hpo_core.gates, got ppo"),
         # what some gates are given
         ({"gate_inputs": given(bounds=logp)}, TypeError, "bounds: expected a pair (low, high)"),
@@ -441,7 +445,7 @@ def error_cases():
         ),
         ({"advantages": torch.ones(4, requires_grad=True)}, ValueError, "advantages: it is a constant of the loss"),
         ({"advantages": torch.ones(4, device="meta")}, ValueError, "advantages: expected device cpu"),
-        ({"advantage_level": "tokens"}, ValueError, "advantage_level: expected one of ('token', 'step', 'row'"),
+        ({"advantage_level": "tokens"}, ValueError, "advantage_level: expected one of token, step, row"),
         (
             {"advantage_level": "token"},
             ValueError,

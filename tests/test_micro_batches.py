@@ -72,7 +72,7 @@ def test_a_scattered_group_may_be_split_on_request():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"whole: expected one of \('trajectory', 'group', 'domain'\), got 'row'"):
+    with pytest.raises(ValueError, match="whole: expected one of trajectory, group, domain, got 'row'"):
         parts_of(make(), 3, "row")
     with pytest.raises(ValueError, match="group_ids: whole='group' needs them in the batch"):
         parts_of(make("trajectory"), 3, "group")

@@ -202,7 +202,7 @@ MUTANTS = {
     ),
     "low entropies are high ones in HAPO's paper, too": mutant(
         "entropy/pivots.py",
-        "below = -1.0 if _is_code(compat) else 1.0", "below = -1.0",
+        "below = -1.0 if check_compat(compat) else 1.0", "below = -1.0",
         "test_entropy_presets.test_hapo_of_the_source",
     ),
     "HAPO's temperatures fall below the pivot in the code, too": mutant(

@@ -381,9 +381,9 @@ def test_errors():
     step = Step.make()
     bare = hpo.PackedBatch.from_lengths(LENGTHS, group_ids=step.batch.group_ids)
 
-    def refused(message, gate, error=ValueError, batch=step.batch):
-        with pytest.raises(error, match=f"^process_group: {message}"):
-            step.run(gate, "cpu", batch=batch, process_group=object())
+    def refused(message, gate, batch=step.batch):
+        with pytest.raises(ValueError, match=f"^process_group: {message}"):
+            step.run(gate, "cpu", batch=batch, process_group=torch.distributed.ProcessGroup(0, 1))
 
     refused("no level and no correction of the gate 'ppo_clip' spans ranks; drop it", gates.ppo_clip())
     nameless = hpo.PackedBatch.from_lengths(LENGTHS, steps=step.batch.steps)
@@ -393,7 +393,6 @@ def test_errors():
         "trajectory_ids= to PackedBatch, or drop it",
         gates.gspo(), batch=bare,
     )  # fmt: skip
-    refused(r"expected a torch\.distributed\.ProcessGroup", gates.gspo(), TypeError)
     refused(
         "the level 'trajectory' of the gate 'balanced' counts segments, and no process knows which of them others hold",
         HIERARCHIES["balanced, 4 levels, through, split"],

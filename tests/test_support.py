@@ -250,7 +250,7 @@ def test_nothing_is_read_by_the_host():
         ({"top_k": -2}, ValueError, r"top_k: expected counts of tokens, where 0 and -1 are all of them, got -2"),
         ({"top_k": torch.tensor([3, -2])}, ValueError, r"top_k: expected counts of tokens, .* got \[-2\]"),
         ({"top_k": 2.0}, TypeError, "top_k: expected an integer or a tensor, one for each of the rows of logits"),
-        ({"top_k": torch.tensor([2.0, 3.0])}, TypeError, "top_k: expected dtype int64 or int32, got float32"),
+        ({"top_k": torch.tensor([2.0, 3.0])}, TypeError, "top_k: expected dtype int32 or int64, got float32"),
         ({"top_p": 0.0}, ValueError, "top_p: expected numbers above 0 and up to 1, which is off, got 0.0"),
         ({"top_p": 1.1}, ValueError, "top_p: expected numbers above 0 and up to 1"),
         ({"top_p": math.nan}, ValueError, "top_p: expected numbers above 0 and up to 1"),

@@ -3,6 +3,7 @@
 The walk runs in a process of its own, so that a crash is a result like any other.
 """
 
+import functools
 import inspect
 import itertools
 import json
@@ -126,6 +127,7 @@ def _loss(**keywords):
 
 IDENTITY, BATCH = gates.Identity(), hpo.PackedBatch.from_lengths([3, 2])
 TOKENS, ROWS = torch.zeros(5), torch.ones(2)
+LEVELS = _loss(gate=gates.gspo(), report=("levels",)).levels
 CALLED = {
     "gate": (gates.gspo, {}),
     "kl": (hpo.kl.k3, {"ref_logp": TOKENS}),
@@ -146,6 +148,44 @@ ERRORS = [
     (lambda: _loss(backend=["cpu"]), r"backend: expected one of reference, .*, got \['cpu'\]; pass one name"),
     (lambda: hpo.advantages.grpo(ROWS, None, backend=["cpu"]), r"backend: .*, got \['cpu'\]; pass one name"),
     (lambda: hpo.kl.k3(0.1, gradient=["value"]), r"gradient: expected one of value, .*, got \['value'\]"),
+    (lambda: hpo.entropy.ares().fit(TOKENS.long(), BATCH), r"entropy: expected .*, got int64; are these ids of"),
+    (
+        lambda: hpo.entropy.siren(TOKENS, BATCH, TOKENS == 0, ROWS[0].to("meta")),
+        r"anchor: expected device cpu \(that of the batch\), got meta; use anchor\.to\('cpu'\)",
+    ),
+    (lambda: _loss().metrics + 1, r"unsupported operand type\(s\) for \+: 'Metrics' and 'int'"),
+    (lambda: LEVELS + 1, r"unsupported operand type\(s\) for \+: 'LevelMetrics' and 'int'"),
+    (lambda: LEVELS.all_reduce("x"), "group: expected a torch.distributed.ProcessGroup"),
+    (lambda: hpo.entropy.two_knot(ROWS, low=0.1), r"low: expected a pair \(knot, gain\), got 0\.1"),
+    (lambda: hpo.entropy.d3s_schedule("0.2", (4, "0.1"), (8, "0.5")), "progress: expected a number, got '0.2'"),
+    (lambda: hpo.entropy.d3s_schedule(0.2, 4, 8), r"first: expected a pair \(responses, ratio\), got 4"),
+    (lambda: hpo.advantages.GroupHistory.start("3"), "prompts: expected an integer, got '3'"),
+    (lambda: hpo.advantages.GroupHistory.start(-3), "prompts: expected a count >= 0, got -3"),
+    (lambda: hpo.entropy.AresPenalty.start(2.5), r"buckets: expected an integer, got 2\.5"),
+    (
+        lambda: BATCH.select(ROWS.numpy()),
+        "rows: expected a tensor or a sequence of integers, .*; convert it with torch.as",
+    ),
+    (lambda: _loss(token_mask=TOKENS.long()), r"token_mask: expected dtype bool, got int64; use token_mask\.bool\(\)"),
+    (lambda: _loss(token_weight=TOKENS > 0), r"token_weight: .*, got bool; use token_weight\.float\(\)"),
+    (
+        lambda: hpo.token_logprobs(TOKENS.long(), torch.zeros(5, 7)),
+        "logits: expected dtype float32 .*, got int64; are logits and targets exchanged",
+    ),
+    (lambda: gates.compose(gates.gspo(), gates.tis()), r"corrections: .*; pass those of another gate as \*gate\.corr"),
+    *(
+        (
+            lambda call=call: call(eps_low=0.8, eps_high=1.2),
+            "eps_low, eps_high: .*, which look like ratios; pass 0.2 and",
+        )
+        for call in (
+            functools.partial(hpo.entropy.hapo, TOKENS, BATCH),
+            functools.partial(hpo.entropy.reconstructed.erc, TOKENS, TOKENS, BATCH),
+            functools.partial(gates.fipo_weight, TOKENS, TOKENS, ROWS, BATCH),
+        )
+    ),
+    (lambda: hpo.advantages.grpo(ROWS, None, eps_mode=["add"]), r"eps_mode: expected one of add, .*, got \['add'\]"),
+    (lambda: next(BATCH.micro_batches(4, ["row"])), r"whole: expected one of trajectory, .*, got \['row'\]"),
     (lambda: _loss(weights=ROWS.to_sparse()), r"weights: expected a dense tensor, .*; use weights\.to_dense"),
     (lambda: BATCH.micro_batches("4"), "max_tokens: expected an integer, got '4'"),
     (lambda: gates.Clip(("a", "b")), r"clip: low: expected numbers, got \('a', 'b'\)"),
@@ -162,7 +202,10 @@ ERRORS = [
     # What is wrong with a part of what is made, behind the arguments it was made of.
     (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),
     (lambda: gates.dro(beta=-1), r"dro\(beta=-1\): head_numbers, penalty_coefficient: expected numbers >= 0"),
-    (lambda: gates.icepop(5.0, 0.5), r"icepop\(ratio_low=5\.0, ratio_high=0\.5\): correction: expected low <= high"),
+    (lambda: gates.icepop(5.0, 0.5), r"ratio_low: expected ratio_low <= ratio_high, got 5\.0 and 0\.5"),
+    (lambda: gates.mis(ratio_low=-1.0), r"ratio_low: expected an absolute ratio >= 0, got -1\.0"),
+    (lambda: gates.mis(ratio_veto=-1.0), r"ratio_veto: expected an absolute ratio >= 0, got -1\.0"),
+    (lambda: _loss(process_group=1), "process_group: expected a torch.distributed.ProcessGroup"),
     (lambda: gates.dcpo_clip(0.5), r"dcpo_clip\(ratio_cap=0\.5\): ratio_dual: expected a ratio c > 1"),
     (lambda: gates.fiberpo(log_budgets=(-1, 1)), r"fiberpo\(log_budgets=\(-1, 1\)\): budgets: expected log-ratios"),
     (

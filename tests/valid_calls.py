@@ -331,6 +331,7 @@ def _windows() -> Iterator[Call]:
     yield _call(hpo.entropy.segment_aggregate, **scopes, level="group", aggregate="sum")
     padded = {"entropy": _T["entropy"][:8].reshape(2, 4), "batch": bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)}
     yield _method(EntropyWindow, "fit", self=window, **padded)
+    yield _method(EntropyWindow, "score", self=window, **padded)
 
 
 def _presets() -> Iterator[Call]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..arguments import examines
-from ..checks import check, check_device, check_dtype, check_real, check_shape, check_units
+from ..checks import INTEGERS, check, check_device, check_dtype, check_real, check_shape, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import grpo, whiten
@@ -165,8 +165,10 @@ class GroupHistory(NamedTuple):
     variance: torch.Tensor
 
     @staticmethod
+    @examines
     def start(prompts: int) -> GroupHistory:
         """Nothing seen yet."""
+        check(prompts >= 0, "prompts: expected a count >= 0, got {}", prompts)
         return GroupHistory(*(torch.zeros(prompts, dtype=torch.float64, device="cpu") for _ in range(3)))
 
     @examines
@@ -326,7 +328,7 @@ def _gaps(
 
 def _check_places(name: str, places: torch.Tensor, units: torch.Tensor) -> None:
     """One place ``[S]`` for every unit."""
-    check_dtype(name, places, (torch.int32, torch.int64), "places are integers")
+    check_dtype(name, places, INTEGERS, "places are integers")
     check_shape(name, places, units.shape, "[S] (one per unit)")
     check_device(name, places, units.device, "the units")
 

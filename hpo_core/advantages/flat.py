@@ -22,13 +22,12 @@ import math
 import torch
 
 from .. import segments
-from ..arguments import examines
+from ..arguments import check_choice, check_compat, examines
 from ..checks import check, check_units
 from ..specs import Center, EpsMode, GroupTerm, Provenance, Scale
 from .terms import (
     Term,
     as_advantages,
-    check_compat,
     combine,
     estimator,
     grouped,
@@ -67,7 +66,7 @@ def grpo(
     >>> grpo(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([3, 3, 3, 3]), ddof=0, eps=0.0)
     tensor([ 1., -1., -1.,  1.])
     """
-    check(eps_mode in _EPS_MODES, "eps_mode: expected one of {}, got {!r}", ", ".join(_EPS_MODES), eps_mode)
+    check_choice("eps_mode", eps_mode, _EPS_MODES)
     rule = GroupTerm(Center.MEAN, Scale.GROUP, ddof, eps, _EPS_MODES[eps_mode], keeps_singletons(singleton))
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 

@@ -18,6 +18,7 @@ import math
 
 import torch
 
+from ..arguments import check_compat
 from ..checks import check, check_units
 from ..segments import chains, dense_ids
 from ..specs import GroupTerm, Part, Presence, Provenance, Share
@@ -27,7 +28,6 @@ from .terms import (
     Term,
     among,
     as_advantages,
-    check_compat,
     combine,
     estimator,
     grouped,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ..checks import check, check_device, check_units, require_type
+from ..checks import check, check_device, check_floating, check_units
 from ..specs import GroupTerm, Provenance, Share
 from .flat import grpo, whiten
 from .terms import Term, as_advantages, check_channels, combine, estimator, grouped, keeps_singletons
@@ -119,7 +119,7 @@ def vpo(
     tensor([ 0.7071, -0.7071])
     """
     for name, given in (("rewards", rewards), ("directions", directions)):
-        require_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
+        check_floating(name, given)
     check_device("directions", directions, rewards.device, "rewards")
     check(rewards.dim() == 3, "rewards: expected shape [S, M, C] (sets of candidates), got {}", list(rewards.shape))
     check(rewards.shape[1] > 0, "rewards: expected sets of at least one candidate, got {}", list(rewards.shape))

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import ops
-from ..arguments import constant, constants, examines
+from ..arguments import check_choice, constant, constants, examines
 from ..batch import takes_padded
-from ..checks import check, check_shape, check_units, require_type
+from ..checks import check, check_floating, check_shape, check_units, require_type
 from ..distributed import ranks, sum_in_order, sum_of_ranks
 from ..reference.advantages import group_normalise
 from ..segments import GroupStatistics, statistics
@@ -188,18 +188,12 @@ def check_keywords(name: str, estimator: Callable[..., Any], known: Sequence[str
 
 def keeps_singletons(singleton: str) -> bool:
     """Whether a group of one keeps its raw value."""
-    check(singleton in ("zero", "raw"), "singleton: expected 'zero' or 'raw', got {!r}", singleton)
+    check_choice("singleton", singleton, ("zero", "raw"))
     return singleton == "raw"
 
 
 def scale_of(scaled: bool) -> Scale:
     return Scale.GROUP if scaled else Scale.NONE
-
-
-def check_compat(compat: str) -> bool:
-    """Whether the code of the authors is meant, where it differs from their paper."""
-    check(compat in ("paper", "code"), "compat: expected 'paper' or 'code', got {!r}", compat)
-    return compat == "code"
 
 
 def check_eps(eps: float) -> None:
@@ -209,7 +203,7 @@ def check_eps(eps: float) -> None:
 
 def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **units: torch.Tensor | None) -> list[float]:
     """The weights of several rewards ``[C, U]``; 1 each by default. ``units``: what else there is of units."""
-    require_type(rewards.is_floating_point(), "rewards: expected floating point, got {}; use .float()", rewards.dtype)
+    check_floating("rewards", rewards)
     check(
         rewards.dim() == 2 and len(rewards) > 0,
         "rewards: expected shape [C, U] (one row per reward), got {}",

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import check, check_device, check_dtype, check_shape, check_units, require_type
+from ..arguments import check_compat
+from ..checks import INTEGERS, check, check_device, check_dtype, check_floating, check_shape, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
 from .returns import once
-from .terms import Term, among, as_advantages, check_compat, combine, estimator, grouped, keeps_singletons, scorable
+from .terms import Term, among, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -126,7 +127,7 @@ def rose_length_penalty(
     check_units(rewards=rewards, lengths=lengths)
     nodes = _nodes(rewards, prefix_ids)
     for name, given in (("segments", segments), ("starts", starts)):
-        require_type(given.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, given.dtype)
+        check_floating(name, given)
         check_shape(name, given, (len(prefix_ids), *rewards.shape), "[D, S] (one row per depth)")
         check_device(name, given, rewards.device, "rewards")
     root = prefix_ids[0]
@@ -229,7 +230,7 @@ def mars2(
     >>> mars2(r, parents, torch.zeros(4, dtype=torch.int64))
     tensor([-1.1742,  0.4958,  1.0959, -0.4175])
     """
-    check_dtype("parents", parents, (torch.int32, torch.int64), "places of nodes are integers")
+    check_dtype("parents", parents, INTEGERS, "places of nodes are integers")
     check_shape("parents", parents, rewards.shape, "[N] (that of rewards)")
     check_device("parents", parents, rewards.device, "rewards")
     check_units(rewards=rewards, group_ids=group_ids, tree_ids=tree_ids)

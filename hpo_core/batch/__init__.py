@@ -2,7 +2,7 @@
 
 from .cuts import MicroBatch
 from .hierarchy import Hierarchy, LeafTables, alone_without, first_of_each, renumber, row_at, row_counts
-from .packed import PackedBatch
+from .packed import PackedBatch, as_batch
 from .padded import takes_padded
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "MicroBatch",
     "PackedBatch",
     "alone_without",
+    "as_batch",
     "first_of_each",
     "renumber",
     "row_at",

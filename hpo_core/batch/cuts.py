@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..checks import check, check_dtype, check_shape
+from ..arguments import check_choice
+from ..checks import INTEGERS, check, check_dtype, check_shape
 from .hierarchy import row_at
 
 if TYPE_CHECKING:
     from .packed import PackedBatch
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 class MicroBatch(NamedTuple):
@@ -59,7 +58,7 @@ def _blocks_of(batch: PackedBatch, whole: str | None) -> Iterator[list[int]]:
     named = [name for name, of in ids.items() if of is not None]
     if whole is None:
         whole = named[-1] if named else "trajectory"
-    check(whole in ids, "whole: expected one of {}, got {!r}", tuple(ids), whole)
+    check_choice("whole", whole, ids)
     check(whole == "trajectory" or whole in named, "{}_ids: whole={!r} needs them in the batch", whole, whole)
     levels = list(ids)[: list(ids).index(whole) + 1]
     # names[row]: the ids, by level, that the row may share with other rows.
@@ -134,5 +133,5 @@ def _concatenated_ranges(begin: torch.Tensor, lengths: torch.Tensor) -> tuple[to
 def as_indices(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, device="cpu")
     if tensor.numel() > 0:  # an empty list is a float tensor
-        check_dtype(name, tensor, _INTEGERS, "use integers")
+        check_dtype(name, tensor, INTEGERS, "use integers")
     return tensor.to(torch.int64)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checks import check, check_device, check_real, check_shape, check_shape_of_tokens, examined, require_type
+from ..arguments import check_choice
+from ..checks import check, check_device, check_floating, check_real, check_shape, check_shape_of_tokens, examined
 
 if TYPE_CHECKING:
     from .packed import PackedBatch
@@ -28,7 +29,7 @@ def at_level(
             fix = f"or say advantage_level='token' ({list(tokens)}),{among} 'trajectory', 'group' or 'domain'"
             check_shape(name, values, (batch.rows,), "[S] (one per row)", fix if level is None else "")
         return False, values
-    check(level in _LEVELS, "advantage_level: expected one of {}, got {!r}", _LEVELS, level)
+    check_choice("advantage_level", level, _LEVELS)
     if level == "token":
         check_shape_of_tokens(name, values, batch)
         return True, values.reshape(tuple(tokens))
@@ -41,7 +42,7 @@ def at_level(
     check(ids is not None, "advantage_level: {!r} needs {}_ids in the batch", level, level)
     assert ids is not None
     check(values.dim() == 1, "{}: expected one per {}, got shape {}", name, level, list(values.shape))
-    require_type(values.is_floating_point(), "{}: expected floating point, got {}; use .float()", name, values.dtype)
+    check_floating(name, values)
     # An id without a value gets NaN: the loss leaves its tokens out and counts them in metrics.bad_advantages.
     known = torch.nn.functional.pad(values, (0, 1), value=torch.nan)
     return False, known[ids.clamp(-1, values.numel())]

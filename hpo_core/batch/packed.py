@@ -9,7 +9,7 @@ import torch
 
 from .. import ops
 from ..arguments import examines
-from ..checks import check, check_device, check_real, check_shape, require_type
+from ..checks import check, check_device, check_real, check_shape, examined, require_type
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
 from .hierarchy import Hierarchy, LeafTables, hierarchy_of, row_at, row_counts, trajectories_of
@@ -450,6 +450,15 @@ class PackedBatch:
         if self.device.type != "cpu":
             parts.append(f"device={self.device}")
         return f"PackedBatch({', '.join(parts)})"
+
+
+def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
+    """The argument ``batch``, which may be a padded mask."""
+    if isinstance(batch, PackedBatch):
+        return batch
+    require_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
+    check(batch.dim() == 2, "batch: expected a PackedBatch or a mask [B, L], got a tensor {}", list(batch.shape))
+    return PackedBatch.from_padded(examined("batch", batch))
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import check, check_dtype, check_shape, require_type
+from ..checks import INTEGERS, check, check_dtype, check_shape, dtype_name, require_type
 
 if TYPE_CHECKING:
     from .packed import PackedBatch
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 def checked_tensors(
@@ -28,7 +26,7 @@ def checked_tensors(
             continue
         require_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor, got {}", name, type(tensor))
         if name != "mask" and tensor.numel() > 0:  # torch.tensor([]), on a rank without rows, holds floats
-            check_dtype(name, tensor, _INTEGERS, "offsets and ids are integers: use .to(torch.int64)")
+            check_dtype(name, tensor, INTEGERS, "offsets and ids are integers: use .to(torch.int64)")
         check(
             tensor.device == cu_seqlens.device,
             "{}: expected device {} (that of cu_seqlens), got {}; move the batch with batch.to(device)",
@@ -167,7 +165,7 @@ def as_bool(mask: torch.Tensor) -> torch.Tensor:
             mask.numel() == 0 or not (mask.is_floating_point() or mask.is_complex()),
             "mask: expected bool or integers 0 and 1, got {}; use mask.bool() if 1.0 marks tokens that count, "
             "mask == 0 if it is additive (0 and -inf)",
-            str(mask.dtype).removeprefix("torch."),
+            dtype_name(mask.dtype),
         )
         mask = mask != 0
     return mask.contiguous()

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
 
 import torch
 
 from .. import ops
-from ..arguments import examines
-from ..batch import PackedBatch
-from ..checks import check, check_device, check_dtype, check_shape, require_type
+from ..arguments import check_choice, examines
+from ..batch import PackedBatch, as_batch
+from ..checks import check, check_device, check_precise, check_shape, require_type
 from ..specs import Boundary, Invalid, WindowAggregate
 
 _AGGREGATES = {each.name.lower(): each for each in WindowAggregate}
 BOUNDARIES = {each.name.lower(): each for each in Boundary}
 INVALID = {each.name.lower(): each for each in Invalid}
-NUMBERS = (torch.float32, torch.float64)
 _FARTHEST = 2**62  # beyond every row; a place in a row and an offset are an int64 together
-ROUNDING = "thresholds on 16-bit entropies pick wrong tokens; compute and store them in float32"
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,9 @@ class Window:
 
     def __post_init__(self) -> None:
         check_offsets(self.first, self.last)
-        check_rule("aggregate", self.aggregate, _AGGREGATES)
-        check_rule("boundary", self.boundary, BOUNDARIES)
-        check_rule("invalid", self.invalid, INVALID)
+        check_choice("aggregate", self.aggregate, _AGGREGATES)
+        check_choice("boundary", self.boundary, BOUNDARIES)
+        check_choice("invalid", self.invalid, INVALID)
         check(
             self.boundary != "zero" or self.aggregate in ("mean", "sum"),
             "boundary: 'zero' is for means and sums, got aggregate {!r}; use 'shrink'",
@@ -104,7 +101,7 @@ def window_aggregate(
     >>> window_aggregate(torch.tensor([1.0, 3.0, 5.0, 9.0, 7.0]), batch, Window.forward(2, aggregate="max"))
     tensor([3., 5., -inf, 9., -inf])
     """
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    batch = as_batch(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     rules = (BOUNDARIES[window.boundary], INVALID[window.invalid], backend, _AGGREGATES[window.aggregate])
     score = ops.window_score(flat, batch.mask, batch.once(PackedBatch.spans), window.first, window.last, *rules)
@@ -136,7 +133,7 @@ def window_mean(
 
 def flat_values(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool) -> torch.Tensor:
     """A checked constant ``[T]`` from values ``[T]`` or ``[B, L]``; the reference keeps their precision."""
-    check_dtype(name, tensor, NUMBERS, ROUNDING)
+    check_precise(name, tensor)
     shape = batch.padded_shape or (batch.total_tokens,)
     if tuple(tensor.shape) != (batch.total_tokens,):
         check_shape(name, tensor, shape, "[T] (or the padded [B, L])")
@@ -152,12 +149,6 @@ def check_offsets(first: int, last: int) -> None:
         _check_integer(name, offset)
         check(abs(offset) <= _FARTHEST, "{}: expected an offset from -2^62 to 2^62, got {}", name, offset)
     check(first <= last, "first: expected first <= last, got {} and {}", first, last)
-
-
-def check_rule(name: str, value: str, known: dict[str, Any]) -> None:
-    """Check the name of a rule of windows."""
-    is_known = isinstance(value, str) and value in known
-    check(is_known, "{}: expected one of {}, got {!r}", name, ", ".join(known), value)
 
 
 def _check_integer(name: str, value: int) -> None:

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..advantages.terms import check_compat
-from ..arguments import examines
-from ..checks import check, check_device, check_dtype, check_shape
+from ..arguments import check_compat, examines
+from ..checks import check, check_device, check_dtype, check_precise, check_scalar, check_shape
 from ..specs import Provenance
-from .signals import NUMBERS, preset
+from .signals import preset
 
 
 @preset(Provenance.VERIFIED)
@@ -173,12 +172,14 @@ class AresPenalty(NamedTuple):
     calls: torch.Tensor  # 0-dim int64
 
     @staticmethod
+    @examines
     def start(buckets: int, beta: float = 1.0, device: torch.device | str = "cpu") -> AresPenalty:
         """The state before the first step.
 
         >>> AresPenalty.start(2).beta
         tensor([1., 1.])
         """
+        check(buckets >= 0, "buckets: expected a count >= 0, got {}", buckets)
         beta_of = torch.full((buckets,), beta, dtype=torch.float32, device=device)
         none, calls = torch.full_like(beta_of, torch.nan), torch.zeros((), dtype=torch.int64, device=device)
         return AresPenalty(beta_of, none, torch.zeros_like(beta_of), calls)
@@ -240,15 +241,13 @@ def ares_penalty(
 def _check_scalars(**given: torch.Tensor) -> None:
     (first_name, first), *_ = given.items()
     for name, tensor in given.items():
-        check_dtype(name, tensor, NUMBERS, f"use {name}.float()")
-        check(tensor.dim() == 0, "{}: expected a 0-dim tensor, got shape {}", name, list(tensor.shape))
-        check_device(name, tensor, first.device, first_name)
+        check_scalar(name, tensor, first.device, first_name)
 
 
 def _check_buckets(**given: torch.Tensor) -> None:
     (first_name, first), *_ = given.items()
     check(first.dim() == 1, "{}: expected shape [D] (one per difficulty), got {}", first_name, list(first.shape))
     for name, tensor in given.items():
-        check_dtype(name, tensor, NUMBERS, f"use {name}.float()")
+        check_precise(name, tensor, f"use {name}.float()")
         check_shape(name, tensor, first.shape, f"[D] (that of {first_name})")
         check_device(name, tensor, first.device, first_name)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from ..batch import PackedBatch, row_counts
-from ..checks import check, check_device, check_dtype, check_tokens
+from ..checks import check, check_device, check_precise, check_scalar, check_tokens
 from ..distributed import gather
 from ..gates.inputs import of_row, valid_tokens
 from ..specs import OrderRule, Provenance
@@ -22,7 +22,7 @@ from .aggregates import Window, window_aggregate
 from .rewards import check_difficulty
 from .scopes import quantiles
 from .selection import Selection
-from .signals import NUMBERS, preset, read
+from .signals import preset, read
 from .statistics import ScopeStatistics, fit_scopes
 
 
@@ -117,9 +117,7 @@ def ares_threshold(
     median = _median(of_rows)
     if state is None:
         return median
-    check_dtype("state", state, NUMBERS, "take the state as ares_threshold returned it")
-    check(state.dim() == 0, "state: expected a 0-dim tensor, got shape {}", list(state.shape))
-    check_device("state", state, entropy.device, "entropy")
+    check_scalar("state", state, entropy.device, "entropy")
     state = state.detach().to(median.dtype)
     moved = torch.where(state.isnan(), median, memory * state + (1 - memory) * median)
     return torch.where(median.isnan(), state, moved)
@@ -150,9 +148,7 @@ def ares_next_windows(
     """
     check_tokens(batch, mask=mask)
     read(batch, entropy=entropy)
-    check_dtype("threshold", threshold, NUMBERS, "take it as ares_threshold returned it")
-    check(threshold.dim() == 0, "threshold: expected a 0-dim tensor, got shape {}", list(threshold.shape))
-    check_device("threshold", threshold, entropy.device, "entropy")
+    check_scalar("threshold", threshold, entropy.device, "entropy")
     means = window_aggregate(entropy, batch, Window.forward_exclusive(width), backend=backend)
     return mask & torch.isfinite(means) & (means >= threshold.detach())
 
@@ -187,7 +183,7 @@ def ares_penalty_weights(
     """
     check_tokens(batch, mask=mask)
     check_difficulty(difficulty, batch.cu_seqlens[1:])
-    check_dtype("beta", beta, NUMBERS, "use beta.float()")
+    check_precise("beta", beta, "use beta.float()")
     check(tuple(beta.shape) == (3,), "beta: expected shape [3] (one per difficulty), got {}", list(beta.shape))
     check_device("beta", beta, batch.device, "the batch")
     known = (difficulty >= 0) & (difficulty < 3)

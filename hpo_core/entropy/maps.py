@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..arguments import examines
-from ..checks import require_type
+from ..arguments import check_pair, examines
+from ..checks import check_floating
 
 Number = float | torch.Tensor
 
@@ -34,7 +34,9 @@ def two_knot(
     >>> two_knot(torch.tensor([0.25, 0.5, 2.0]), 1.0, low=(0.5, -1.0), high=(1.0, 2.0))
     tensor([1.2500, 1.0000, 3.0000])
     """
-    require_type(x.is_floating_point(), "x: expected floating point, got {}; use .float()", x.dtype)
+    check_floating("x", x)
+    check_pair("low", low, "(knot, gain)")
+    check_pair("high", high, "(knot, gain)")
     (p_low, g_low), (p_high, g_high) = low, high
     value = base + g_low * -torch.relu(p_low - x) + g_high * torch.relu(x - p_high)
     if least is not None:

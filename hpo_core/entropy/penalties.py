@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from ..advantages.terms import check_compat
+from ..arguments import check_compat
 from ..batch import PackedBatch, row_counts
-from ..checks import check, check_device, check_dtype, check_rows, check_tokens
+from ..checks import check, check_device, check_precise, check_rows, check_scalar, check_tokens
 from ..distributed import sum_in_order
 from ..gates.inputs import of_row, valid_tokens
 from ..specs import Provenance
 from .maps import two_knot
-from .signals import NUMBERS, ROUNDING, preset
+from .signals import preset
 
 
 @preset(Provenance.VERIFIED, differentiable=True)
@@ -94,7 +94,7 @@ def epo(
     >>> round(epo(*given, coefficient=1.0, kappa=(0.5, 1.5)).item(), 4)  # -(0.75 - 0.0125)
     -0.7375
     """
-    check_dtype("history", history, NUMBERS, "use history.float()")
+    check_precise("history", history, "use history.float()")
     check(history.dim() == 1, "history: expected shape [K] (one per step), got {}", list(history.shape))
     check_device("history", history, batch.device, "the batch")
     is_code = check_compat(compat)
@@ -149,14 +149,13 @@ def siren(
     >>> round(siren(*given, torch.tensor(3.0)).item(), 4)
     0.02
     """
-    check_dtype("anchor", anchor, NUMBERS, "use anchor.float()")
-    check(anchor.dim() == 0, "anchor: expected a 0-dim tensor, got shape {}", list(anchor.shape))
+    check_scalar("anchor", anchor, batch.device, "the batch")
     return coefficient * (siren_mean(entropy, batch, mask) - anchor.detach()).square()
 
 
 def _differentiable(entropy: torch.Tensor, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Entropies ``[T]`` float64 with their graph, 0 where one is not read, and the tokens that have one."""
-    check_dtype("entropy", entropy, NUMBERS, ROUNDING)
+    check_precise("entropy", entropy)
     check_tokens(batch, entropy=entropy)
     usable = valid_tokens(batch) & torch.isfinite(entropy.detach())
     return torch.where(usable, entropy, 0.0).double(), usable

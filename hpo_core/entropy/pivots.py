@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from ..arguments import check_compat
 from ..batch import PackedBatch
-from ..checks import check, check_tokens
+from ..checks import check_tokens
+from ..gates.token_level import check_epsilons
 from ..reference.terms import SATURATION
 from ..specs import Provenance
 from .maps import two_knot
@@ -48,8 +50,7 @@ def hapo(
     >>> low, high[-2:]
     (tensor([0.6000, 0.6400, 0.6800, 0.7200, 0.7600, 0.8000, 0.8000]), tensor([1.2800, 1.5600]))
     """
-    for name, epsilon in (("eps_low", eps_low), ("eps_high", eps_high)):
-        check(epsilon >= 0, "{}: expected an epsilon >= 0, got {}", name, epsilon)
+    check_epsilons(eps_low, eps_high)
     given, state = _read(entropy, batch, state, backend)
     h = _relative(given, state, compat)
     lower = two_knot(h, eps_low, low=(0.0, -alpha * eps_low))
@@ -129,7 +130,7 @@ def hapo_temperature(
     tensor([1.0500, 1.0000, 1.0500])
     """
     given, state = _read(entropy, batch, state, None)
-    if _is_code(compat):
+    if check_compat(compat):
         h = _relative(given, state, compat).clamp(-1, 1)
     else:
         spread = torch.where(state.deviation > 0, state.deviation, torch.inf)
@@ -147,7 +148,7 @@ def _read(
 
 def _relative(given: Signal, state: PivotState, compat: str) -> torch.Tensor:
     """h ``[T]`` float64; in the released code positive below the pivot, too."""
-    below = -1.0 if _is_code(compat) else 1.0
+    below = -1.0 if check_compat(compat) else 1.0
     least, pivot, greatest = (each.log() for each in state[:3])
     down, up = pivot - least, greatest - pivot
     low = torch.where(down > 0, below / down, 0.0)
@@ -158,8 +159,3 @@ def _relative(given: Signal, state: PivotState, compat: str) -> torch.Tensor:
 def _logs(given: Signal) -> torch.Tensor:
     """Log-entropies ``[T]`` float64, clamped in the precision in which fit_pivot clamps."""
     return given.values.to(given.dtype).clamp(min=1e-8).double().log()
-
-
-def _is_code(compat: str) -> bool:
-    check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
-    return compat == "code"

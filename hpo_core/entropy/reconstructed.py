@@ -11,6 +11,7 @@ from ..advantages.terms import as_advantages, known
 from ..batch import PackedBatch
 from ..checks import check, check_rows, check_tokens, check_units
 from ..gates.inputs import of_row, valid_tokens
+from ..gates.token_level import check_epsilons
 from ..reference.terms import SATURATION
 from ..segments import dense_ids, statistics
 from ..specs import OrderRule, Provenance
@@ -95,8 +96,7 @@ def erc(
     >>> erc(entropy, old_entropy, PackedBatch.from_lengths([4])).mask
     tensor([ True,  True,  True, False])
     """
-    check(0 <= eps_low <= 1, "eps_low: expected an epsilon in [0, 1], got {}", eps_low)
-    check(eps_high >= 0, "eps_high: expected an epsilon >= 0, got {}", eps_high)
+    check_epsilons(eps_low, eps_high)
     given = read(batch, entropy=entropy, old_entropy=old_entropy)
     older = torch.where(given.usable, old_entropy.detach().double(), 0.0)
     inside = (given.values > (1 - eps_low) * older) & (given.values < (1 + eps_high) * older)

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed
 
-from ..advantages.terms import check_compat, known
-from ..checks import check, check_device, check_dtype, check_shape, check_units
+from ..advantages.terms import known
+from ..arguments import check_compat, examines
+from ..checks import INTEGERS, check, check_device, check_dtype, check_precise, check_shape, check_units
 from ..segments import statistics
 from ..specs import Provenance
-from .signals import NUMBERS, preset
+from .signals import preset
 from .statistics import shared_by
 
 
@@ -27,6 +28,7 @@ class AresTargets(NamedTuple):
     alpha: torch.Tensor  # [3] float32, the height of the code's entropy reward
 
     @staticmethod
+    @examines
     def start(alpha: float = 0.5, device: torch.device | str = "cpu") -> AresTargets:
         """The state before the first step.
 
@@ -239,7 +241,7 @@ def ares_entropy_reward(
 
 def check_difficulty(difficulty: torch.Tensor, rows: torch.Tensor) -> None:
     """Check difficulties against a tensor of one value per row."""
-    check_dtype("difficulty", difficulty, (torch.int32, torch.int64), "take it as ares_difficulty returned it")
+    check_dtype("difficulty", difficulty, INTEGERS, "take it as ares_difficulty returned it")
     check_shape("difficulty", difficulty, rows.shape, "[S] (one per row)")
     check_device("difficulty", difficulty, rows.device, "the rows")
 
@@ -268,7 +270,7 @@ def _at(of_difficulty: torch.Tensor, difficulty: torch.Tensor) -> torch.Tensor:
 
 
 def _check_three(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
-    check_dtype(name, tensor, NUMBERS, f"use {name}.float()")
+    check_precise(name, tensor, f"use {name}.float()")
     check_shape(name, tensor, (3,), "[3] (one per difficulty)")
     check_device(name, tensor, like.device, "counts")
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed
 
 from .. import ops
-from ..arguments import examines
-from ..batch import PackedBatch, alone_without, renumber, row_at
-from ..checks import check, check_device, check_dtype, check_shape, examined, require_type
+from ..arguments import check_choice, examines
+from ..batch import PackedBatch, alone_without, as_batch, renumber, row_at
+from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, examined, require_type
 from ..specs import OrderRule
 from .aggregates import flat_values
 from .ranks import common_numbers, quantiles_over_ranks, top_k_over_ranks
@@ -54,14 +54,13 @@ def segment_aggregate(
     >>> segment_aggregate(torch.tensor([1.0, 3.0, 5.0]), batch, "row")
     tensor([2., 2., 5.])
     """
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
-    check(aggregate in _AGGREGATES, "aggregate: expected one of {}, got {!r}", ", ".join(_AGGREGATES), aggregate)
+    batch = as_batch(batch)
+    check_choice("aggregate", aggregate, _AGGREGATES)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if isinstance(level, torch.Tensor):
         segment, count = numbers_of(_integers("level", level, flat.numel(), "[T] (one per token)", batch), None)
     else:
-        is_level = isinstance(level, str) and level in _LEVELS
-        check(is_level, "level: expected one of {} or ids [T], got {!r}", ", ".join(_LEVELS), level)
+        check_choice("level", level, _LEVELS, " or ids [T]")
         scoping = _scoping(batch, level, None)
         segment, count = scoping.of_token(flat.numel()), scoping.scopes
     inside = segment >= 0 if batch.mask is None else batch.mask & (segment >= 0)
@@ -111,7 +110,7 @@ def quantiles(
     >>> quantiles(torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3]), batch, "0.5")
     tensor([0.5000, 0.7000])
     """
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    batch = as_batch(batch)
     require_type(isinstance(rule, OrderRule), "rule: expected an OrderRule, got {!r}", rule)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     q = exact_fraction("quantile", quantile).as_integer_ratio()
@@ -163,7 +162,7 @@ def top_k(
     >>> top_k(torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3]), PackedBatch.from_lengths([3, 2]), 1)
     tensor([False,  True, False,  True, False])
     """
-    batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+    batch = as_batch(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if _stays_with_its_rank(batch, scope):
         process_group = None
@@ -257,8 +256,7 @@ def _scoping(
         check(scopes is None or scopes >= 0, "scopes: expected a count >= 0, got {}", scopes)
         of_row, count = (ids, scopes) if scopes is not None else numbers_of(ids, group)
         return _Scoping(batch.cu_seqlens, of_row, count, None)
-    is_scope = isinstance(scope, str) and scope in _SCOPES
-    check(is_scope, "scope: expected one of {} or ids [S], got {!r}", ", ".join(_SCOPES), scope)
+    check_choice("scope", scope, _SCOPES, " or ids [S]")
     check(scopes is None, "scopes: it is the number of scopes that ids name, but scope is {!r}; leave it out", scope)
     if scope == "step":
         return _steps(batch, group)
@@ -322,7 +320,7 @@ def _counts(k: int | torch.Tensor, scopes: int, batch: PackedBatch) -> torch.Ten
 def _integers(name: str, given: torch.Tensor, size: int, meaning: str, batch: PackedBatch) -> torch.Tensor:
     """A checked constant of ids or counts, int64."""
     given = examined(name, given)
-    check_dtype(name, given, (torch.int32, torch.int64), "ids and counts are integers; hash them to int64 first")
+    check_dtype(name, given, INTEGERS, "ids and counts are integers; hash them to int64 first")
     check_shape(name, given, (size,), meaning)
     check_device(name, given, batch.device, "the batch")
     return given.to(torch.int64).contiguous()

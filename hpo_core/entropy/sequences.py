@@ -12,7 +12,8 @@ import math
 import torch
 
 from ..advantages import grpo
-from ..advantages.terms import as_advantages, check_compat, known
+from ..advantages.terms import as_advantages, known
+from ..arguments import check_compat
 from ..batch import PackedBatch, alone_without, first_of_each, row_counts
 from ..checks import check, check_rows, check_units
 from ..gates.inputs import of_row

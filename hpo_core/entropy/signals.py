@@ -11,13 +11,11 @@ import torch
 
 from ..arguments import constants, examines
 from ..batch import PackedBatch, takes_padded
-from ..checks import check_dtype, check_tokens
+from ..checks import check_precise, check_tokens
 from ..gates.inputs import per_token, valid_tokens
 from ..specs import Provenance
 from .selection import Selection
 
-NUMBERS = (torch.float32, torch.float64)
-ROUNDING = "16-bit entropies and log-probabilities are too coarse; compute them in float32"
 Preset = TypeVar("Preset", bound=Callable[..., Any])
 
 
@@ -43,7 +41,7 @@ class Signal(NamedTuple):
 def read(batch: PackedBatch, **named: torch.Tensor) -> Signal:
     """The first of these ``[T]`` tensors; a token is usable where all of them are finite."""
     for name, tensor in named.items():
-        check_dtype(name, tensor, NUMBERS, ROUNDING)
+        check_precise(name, tensor)
     check_tokens(batch, **named)
     valid = valid_tokens(batch)
     first, *_ = named.values()

@@ -17,7 +17,7 @@ import torch.distributed
 from .. import ops
 from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check, check_device, check_dtype, check_shape, check_units
+from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, check_units
 from ..distributed import spanned
 from ..segments import GroupStatistics, statistics
 from ..specs import OrderRule, Provenance
@@ -53,7 +53,7 @@ class ScopeStatistics(NamedTuple):
         check(self.ids.numel() > 0, "state: expected the table that fit_scopes returned, got one without entries")
         if ids is None:
             ids = torch.zeros_like(self.ids[:1])
-        check_dtype("ids", ids, (torch.int32, torch.int64), "renumber or hash them to int64 first")
+        check_dtype("ids", ids, INTEGERS, "renumber or hash them to int64 first")
         check_device("ids", ids, self.ids.device, "the statistics")
         place = torch.searchsorted(self.ids, ids.to(torch.int64).contiguous())
         place = place.clamp(max=self.ids.numel() - 1)

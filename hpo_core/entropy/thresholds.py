@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 import torch.distributed
 
-from ..advantages.terms import check_compat
+from ..arguments import check_compat, check_pair, examines
 from ..batch import PackedBatch, row_counts
 from ..checks import check, check_rows
 from ..gates.inputs import of_row
@@ -203,6 +203,7 @@ def d3s_tokens(
     return given.selected(mask if keeps_zeros else mask & (score > 0))
 
 
+@examines
 def d3s_schedule(
     progress: float, first: tuple[int, Fraction | str], last: tuple[int, Fraction | str]
 ) -> tuple[int, Fraction]:
@@ -218,6 +219,8 @@ def d3s_schedule(
     (5, Fraction(1, 5))
     """
     check(0 <= progress <= 1, "progress: expected a number in [0, 1], got {}", progress)
+    check_pair("first", first, "(responses, share)")
+    check_pair("last", last, "(responses, share)")
     p = Fraction(str(progress))
     shares = [exact_fraction(name, share) for name, (_, share) in (("first", first), ("last", last))]
     share = ((1 - p) * shares[0] + p * shares[1]).limit_denominator(LARGEST_DENOMINATOR)

@@ -14,12 +14,12 @@ import torch
 import torch.distributed
 
 from .. import ops
-from ..arguments import check_flag, check_member, examines
+from ..arguments import check_choice, check_flag, check_member, examines
 from ..backends import choice, is_reference
-from ..batch import PackedBatch
-from ..checks import check, check_dtype, check_shape, require_type
+from ..batch import PackedBatch, as_batch
+from ..checks import check, check_precise, check_shape, require_type
 from ..specs import INDEX_RULES, OrderRule, Provenance
-from .aggregates import BOUNDARIES, INVALID, NUMBERS, ROUNDING, check_offsets, check_rule, flat_values
+from .aggregates import BOUNDARIES, INVALID, check_offsets, flat_values
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
 from .selection import Selection
@@ -75,15 +75,15 @@ class EntropyWindow:
 
     def __post_init__(self) -> None:
         check_offsets(self.first, self.last)
-        check_rule("boundary", self.boundary, BOUNDARIES)
-        check_rule("invalid", self.invalid, INVALID)
+        check_choice("boundary", self.boundary, BOUNDARIES)
+        check_choice("invalid", self.invalid, INVALID)
         check_member("rule", self.rule, OrderRule)
         check_flag("strict", self.strict)
         require_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
         is_fraction = 0 <= self.quantile.numerator <= self.quantile.denominator
         check(is_fraction, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
         check(self.rule in INDEX_RULES, "rule: expected one of an index, got {!r}; see quantiles for LINEAR", self.rule)
-        check(self.scope in _SCOPES, "scope: expected one of {}, got {!r}", ", ".join(_SCOPES), self.scope)
+        check_choice("scope", self.scope, _SCOPES)
         check(
             self.quantile.denominator <= 10**9,
             "quantile: expected a short decimal or a Fraction, got {}; write it as a string, for example '0.95'",
@@ -91,8 +91,11 @@ class EntropyWindow:
         )
 
     @examines
-    def score(self, entropy: torch.Tensor, batch: PackedBatch, *, backend: str | None = None) -> torch.Tensor:
+    def score(
+        self, entropy: torch.Tensor, batch: PackedBatch | torch.Tensor, *, backend: str | None = None
+    ) -> torch.Tensor:
         """The windowed means ``[T]`` that are compared, -inf where undefined."""
+        batch = as_batch(batch)
         flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
         rows = batch.cu_seqlens if self.first == self.last == 0 else batch.once(PackedBatch.spans)
         window = (self.first, self.last, BOUNDARIES[self.boundary], INVALID[self.invalid])
@@ -113,7 +116,7 @@ class EntropyWindow:
         >>> window.fit(torch.tensor([0.1, 0.9, 0.5, 0.7]), PackedBatch.from_lengths([4])).threshold
         tensor([0.7000])
         """
-        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        batch = as_batch(batch)
         if process_group is not None:
             score = self.score(entropy, batch, backend=backend)
             return self._fit_over_ranks(score, process_group, backend)
@@ -128,7 +131,7 @@ class EntropyWindow:
         backend: str | None = None,
     ) -> WindowState:
         """:meth:`fit` from scores already computed by :meth:`score` of the same ``backend``, of any shape."""
-        check_dtype("score", score, NUMBERS, ROUNDING)
+        check_precise("score", score)
         score = score.detach().flatten()
         if backend != "reference":
             score = score.float().contiguous()
@@ -155,7 +158,7 @@ class EntropyWindow:
         >>> window.apply(entropy, batch, window.fit(entropy, batch))
         tensor([False,  True, False,  True])
         """
-        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        batch = as_batch(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         check_scorer(self, state, values, backend)
         threshold = _threshold(state.threshold, values)
@@ -181,7 +184,7 @@ class EntropyWindow:
         >>> window.selection(torch.tensor([0.1, 0.9, 0.5, 0.7]), batch).as_mask().mask
         tensor([False,  True, False,  True])
         """
-        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        batch = as_batch(batch)
         score = self.score(entropy, batch, backend=backend)
         if state is None:
             state = self.fit_score(score, backend=backend)
@@ -199,7 +202,7 @@ class EntropyWindow:
         >>> window.fit_apply(torch.tensor([0.1, 0.9, 0.5, 0.7]), batch)[1]
         tensor([False,  True, False,  True])
         """
-        batch = batch if isinstance(batch, PackedBatch) else PackedBatch.from_padded(batch)
+        batch = as_batch(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         quantile = (self.quantile.numerator, self.quantile.denominator, self.rule)
         threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
@@ -304,7 +307,7 @@ def _chosen(values: torch.Tensor) -> str:
 
 
 def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    check_dtype("state.threshold", threshold, NUMBERS, "take the state as fit returned it")
+    check_precise("state.threshold", threshold, "take the state as fit returned it")
     check_shape("state.threshold", threshold, (1,), "[1] (what fit returned)")
     check(
         threshold.device == values.device,

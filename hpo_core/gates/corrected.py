@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from ..arguments import examines
-from ..checks import check
+from ..checks import check, require_type
 from ..specs import Action, Head, Provenance, Reduction, Statistic, Unit
 from .parts import Channel, Clip, Correction
 from .ratio_gate import RatioGate
@@ -25,6 +25,9 @@ def compose(gate: RatioGate, *corrections: Correction) -> RatioGate:
     >>> gates.compose(gates.gspo(), *gates.icepop().corrections).name
     'gspo'
     """
+    for each in corrections:
+        message = "corrections: expected Corrections, got {}; pass those of another gate as *gate.corrections"
+        require_type(isinstance(each, Correction), message, type(each))
     return replace(gate, corrections=gate.corrections + corrections)
 
 
@@ -88,11 +91,10 @@ def mis(
     >>> len(mis(ratio_veto=1e-4).corrections)
     2
     """
-    corrections = [Correction(Action.BAND, _log_pair(ratio_low), _log_pair(ratio_high), unit, reduction)]
+    corrections = [_band(ratio_low, ratio_high, unit, reduction)]
     if ratio_veto is not None:
-        corrections.append(
-            Correction(Action.MASK, _log_pair(ratio_veto), unit=Unit.TRAJECTORY, reduction=Reduction.MIN)
-        )
+        veto = _log_pair("ratio_veto", ratio_veto)
+        corrections.append(Correction(Action.MASK, veto, unit=Unit.TRAJECTORY, reduction=Reduction.MIN))
     gate = compose(ppo_clip() if gate is None else gate, *corrections)
     return replace(gate, name="mis", source="TRL, slime")
 
@@ -110,7 +112,7 @@ def icepop(ratio_low: float = 0.5, ratio_high: float = 5.0, gate: RatioGate | No
     'BAND'
     """
     gate = ppo_clip() if gate is None else gate
-    gate = compose(gate, Correction(Action.BAND, _log_pair(ratio_low), _log_pair(ratio_high)))
+    gate = compose(gate, _band(ratio_low, ratio_high))
     return replace(gate, name="icepop", source="ringtech.notion.site/icepop")
 
 
@@ -137,14 +139,12 @@ def hispo(
     >>> hispo().channel.name
     'TOTAL'
     """
-    for name, delta in (("eps_sequence", eps_sequence), ("eps_token", eps_token)):
+    masks = []
+    for name, delta, unit in (("eps_sequence", eps_sequence, Unit.TRAJECTORY), ("eps_token", eps_token, None)):
         check(0 < delta < 1, "{}: expected a deviation from 1 in (0, 1), got {}", name, delta)
-    masks = (
-        Correction(Action.MASK, _log_pair(1 - eps_sequence), _log_pair(1 + eps_sequence), Unit.TRAJECTORY, strict=True),
-        Correction(Action.MASK, _log_pair(1 - eps_token), _log_pair(1 + eps_token), strict=True),
-    )
+        masks.append(Correction(Action.MASK, _log_pair(name, 1 - delta), _log_pair(name, 1 + delta), unit, strict=True))
     base = triplet_clip(eps_low, ratio_dual, eps_high)
-    return replace(base, name="hispo", channel=Channel.TOTAL, corrections=masks, source="arXiv 2603.21065")
+    return replace(base, name="hispo", channel=Channel.TOTAL, corrections=tuple(masks), source="arXiv 2603.21065")
 
 
 @examines
@@ -223,10 +223,17 @@ def _dppo(name: str, statistic: Statistic, low: float, high: float, cap: float, 
 
 def _truncated(cap: float | None, unit: Unit | None = None, reduction: Reduction = Reduction.SUM) -> Correction:
     check(cap is None or cap > 0, "ratio_cap: expected an absolute ratio > 0 or None, got {}", cap)
-    return Correction(Action.CLAMP, high=_log_pair(math.inf if cap is None else cap), unit=unit, reduction=reduction)
+    high = _log_pair("ratio_cap", math.inf if cap is None else cap)
+    return Correction(Action.CLAMP, high=high, unit=unit, reduction=reduction)
 
 
-def _log_pair(ratio: float) -> tuple[float, float]:
-    check(ratio >= 0, "ratio: expected an absolute ratio >= 0, got {}", ratio)
+def _band(low: float, high: float, unit: Unit | None = None, reduction: Reduction = Reduction.MEAN) -> Correction:
+    bounds = _log_pair("ratio_low", low), _log_pair("ratio_high", high)
+    check(low <= high, "ratio_low: expected ratio_low <= ratio_high, got {} and {}", low, high)
+    return Correction(Action.BAND, *bounds, unit, reduction)
+
+
+def _log_pair(name: str, ratio: float) -> tuple[float, float]:
+    check(ratio >= 0, "{}: expected an absolute ratio >= 0, got {}", name, ratio)
     log = -math.inf if ratio == 0 else math.log(ratio)
     return (log, log)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..arguments import examines
-from ..checks import check, check_dtype
-from .inputs import _NUMBERS, _ROUNDING, draws_of
+from ..checks import check, check_precise
+from .inputs import draws_of
 
 _BETWEEN_SEEDS = 1_000_003
 
@@ -43,7 +43,7 @@ def icpo_weight(logp: torch.Tensor, shaping: float = 0.1) -> torch.Tensor:
     >>> logp.grad
     tensor([ 0.2812,  0.2500, -0.0225, -0.0625])
     """
-    check_dtype("logp", logp, _NUMBERS, _ROUNDING)
+    check_precise("logp", logp)
     check(shaping > 0, "shaping: expected a number above 0, got {}", shaping)
     p = logp.detach().clamp(max=0).exp()  # rounding may lift a log-probability above 0
     return shaping * p / (p + shaping).square()

@@ -12,7 +12,7 @@ from ..batch import PackedBatch
 from ..checks import check
 from .inputs import check_policies, of_tokens, per_token, valid_tokens
 from .ratio_gate import GateInputs, RatioGate
-from .token_level import ppo_clip, renamed
+from .token_level import check_epsilons, ppo_clip, renamed
 
 _LEAST_LOG = -20.0  # of a token's log-ratio in the sum, as in the code
 _UNSAFE = (0.8, 1.0)  # where the weight of a mistake that became likely is held, as in the code
@@ -84,8 +84,7 @@ def fipo_weight(
     for name, value in (("half_life", half_life), ("ratio_unsafe", ratio_unsafe)):
         check(value > 0, "{}: expected a number above 0, got {}", name, value)
     check(ratio_dual >= 1, "ratio_dual: expected a factor >= 1, got {}", ratio_dual)
-    check(0 <= eps_low <= 1, "eps_low: expected an epsilon in [0, 1], got {}", eps_low)
-    check(eps_high >= 0, "eps_high: expected an epsilon >= 0, got {}", eps_high)
+    check_epsilons(eps_low, eps_high)
     check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
     negative = valid & (per_token(advantages, batch, advantage_level) < 0)

@@ -14,18 +14,15 @@ from typing import TypeVar
 import torch
 
 from .. import ops
-from ..arguments import examines
+from ..arguments import check_compat, examines
 from ..batch import PackedBatch, alone_without, renumber, takes_padded
-from ..checks import check, check_dtype, check_tokens, check_units
+from ..checks import check, check_dtype, check_precise, check_tokens, check_units
 from ..distributed import sum_in_order
 from ..specs import GroupStatistics, OrderRule
 from .ratio_gate import GateInputs
 from .token_level import check_epsilons
 
 Method = TypeVar("Method", bound=Callable[..., GateInputs])
-
-_NUMBERS = (torch.float32, torch.float64)
-_ROUNDING = "16-bit log-probabilities and entropies are too coarse; compute them in float32"
 
 
 def of_tokens(function: Method) -> Method:
@@ -75,7 +72,7 @@ def dcpo_bounds(
     >>> [round(bound.item(), 6) for bound in dcpo_bounds(torch.tensor([0.9]).log()).bounds]
     [0.768742, 1.187184]
     """
-    check_dtype("old_logp", old_logp, _NUMBERS, _ROUNDING)
+    check_precise("old_logp", old_logp)
     for name, epsilon in (("eps_low", eps_low), ("eps_high", eps_high)):
         check(0 <= epsilon < math.inf, "{}: expected an epsilon >= 0, got {}", name, epsilon)
     check(ratio_cap >= 1, "ratio_cap: expected an absolute ratio >= 1, got {}", ratio_cap)
@@ -115,10 +112,10 @@ def hapo_bounds(
     >>> low, high
     (tensor([0.6000, 0.6667, 0.7333, 0.8000, 0.8000]), tensor([1.2000, 1.2000, 1.2000, 1.2000, 1.4000]))
     """
-    check(compat in ("paper", "code"), 'compat: expected "paper" or "code", got {!r}', compat)
+    as_code = check_compat(compat)
     check_epsilons(eps_low, eps_high)
     check(0 <= pivot[0] <= pivot[1] != 0, "pivot: expected a fraction in [0, 1], got {}", pivot)
-    check_dtype("entropy", entropy, _NUMBERS, _ROUNDING)
+    check_precise("entropy", entropy)
     check_tokens(batch, entropy=entropy)
     valid, given = valid_tokens(batch), entropy.detach().float()
     usable = valid & given.isfinite()
@@ -128,7 +125,7 @@ def hapo_bounds(
     tiny = torch.finfo(h.dtype).tiny
     h_or_0 = torch.nn.functional.pad(h, (0, 1))  # there may be no tokens
     above, below = h_or_0.max().clamp(min=tiny), h_or_0.min().clamp(max=-tiny)
-    down = h / below if compat == "code" else -h / below
+    down = h / below if as_code else -h / below
     relative = torch.where(h > 0, h / above, down)
     lower = torch.where(relative <= 0, eps_low * (1 - alpha * relative), torch.full_like(h, eps_low))
     upper = torch.where(relative > 0, eps_high * (1 + alpha * relative), torch.full_like(h, eps_high))
@@ -164,7 +161,7 @@ def chord_weight(logp: torch.Tensor) -> torch.Tensor:
     >>> logp.grad
     tensor([-0.5062, -0.4500, -0.0045, -0.0125])
     """
-    check_dtype("logp", logp, _NUMBERS, _ROUNDING)
+    check_precise("logp", logp)
     certain = logp.detach().clamp(max=0)  # rounding may lift a log-probability above 0
     return certain.exp() * -certain.expm1()
 
@@ -292,7 +289,7 @@ def bpo_target(advantages: torch.Tensor, eps: float = 0.2) -> GateInputs:
     >>> bpo_target(torch.tensor([2.0, -1.0])).target
     tensor([1.2000, 0.8000])
     """
-    check_dtype("advantages", advantages, _NUMBERS, "use advantages.float()")
+    check_precise("advantages", advantages, "use advantages.float()")
     check(0 <= eps <= 1, "eps: expected an epsilon in [0, 1], got {}", eps)
     return GateInputs(target=1 + eps * advantages.sign())
 
@@ -322,7 +319,7 @@ def gbpo_target(
     tensor([0.9076, 1.0000, 1.0924])
     """
     check_units(scores=scores, group_ids=group_ids)
-    check_dtype("scores", scores, _NUMBERS, "use scores.float()")
+    check_precise("scores", scores, "use scores.float()")
     check_epsilons(eps_low, eps_high)
     check(temperature > 0, "temperature: expected a number above 0, got {}", temperature)
     x = scores.detach().float()
@@ -341,9 +338,9 @@ def gbpo_target(
 
 
 def check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tensor | None = None) -> None:
-    check_dtype("logp", logp, _NUMBERS, _ROUNDING)
+    check_precise("logp", logp)
     if old_logp is not None:
-        check_dtype("old_logp", old_logp, _NUMBERS, _ROUNDING)
+        check_precise("old_logp", old_logp)
     check_tokens(batch, logp=logp, old_logp=old_logp)
 
 
@@ -360,7 +357,7 @@ def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Ten
 
 def per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:
     """``[T]`` from those of any level."""
-    check_dtype("advantages", advantages, _NUMBERS, "use advantages.float()")
+    check_precise("advantages", advantages, "use advantages.float()")
     is_per_token, values = batch.of_level("advantages", advantages, level, (batch.total_tokens,))
     return values if is_per_token else of_row(values, batch.once(PackedBatch.row_of_token), 0.0)
 

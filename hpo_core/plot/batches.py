@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..arguments import examines
-from ..batch import PackedBatch
+from ..batch import PackedBatch, as_batch
 from ..checks import check
-from ..prepared import as_batch
 from .canvas import GREY, LIGHT, axes_of
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..arguments import examines
-from ..batch import PackedBatch
+from ..batch import PackedBatch, as_batch
 from ..checks import check, require_type
 from ..entropy import EntropyWindow, WindowState
-from ..prepared import as_batch
 from .canvas import BLUE, GREEN, GREY, ORANGE, RED, axes_of
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..arguments import examines
-from ..batch import PackedBatch
+from ..batch import PackedBatch, as_batch
 from ..checks import check
 from ..gates import RatioGate
-from ..prepared import PolicyLossOptions, as_batch, prepare
+from ..prepared import PolicyLossOptions, prepare
 from ..reference.gates import gate_tokens, read_tokens
 from ..reference.hierarchy import combined
 from ..reference.segments import flat

@@ -425,7 +425,7 @@ def error_cases():
         # what this gate does not read
         ({"rollout_logp": logp}, ValueError, "rollout_logp: the gate 'ppo_clip' does not read"),
         (
-            {"process_group": object()},
+            {"process_group": torch.distributed.ProcessGroup(0, 1)},
             ValueError,
             "process_group: no level and no correction of the gate 'ppo_clip' spans ranks",
         ),

@@ -158,7 +158,7 @@ ERRORS = [
     (lambda: LEVELS.all_reduce("x"), "group: expected a torch.distributed.ProcessGroup"),
     (lambda: hpo.entropy.two_knot(ROWS, low=0.1), r"low: expected a pair \(knot, gain\), got 0\.1"),
     (lambda: hpo.entropy.d3s_schedule("0.2", (4, "0.1"), (8, "0.5")), "progress: expected a number, got '0.2'"),
-    (lambda: hpo.entropy.d3s_schedule(0.2, 4, 8), r"first: expected a pair \(responses, ratio\), got 4"),
+    (lambda: hpo.entropy.d3s_schedule(0.2, 4, 8), r"first: expected a pair \(responses, share\), got 4"),
     (lambda: hpo.advantages.GroupHistory.start("3"), "prompts: expected an integer, got '3'"),
     (lambda: hpo.advantages.GroupHistory.start(-3), "prompts: expected a count >= 0, got -3"),
     (lambda: hpo.entropy.AresPenalty.start(2.5), r"buckets: expected an integer, got 2\.5"),

@@ -150,14 +150,16 @@ def aspo(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float = 3.0) -
 
 
 @examines
-def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = 3.0) -> RatioGate:
+def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = 10.0) -> RatioGate:
     """PPO's clip with HAPO's bounds, wider where the entropy is high: pass ``gate_inputs=hapo_bounds(entropy, batch)``
     (repository starriver030515/HAPO).
 
     Args:
         eps_low, eps_high: where a bound is None; else the bounds replace them.
-        ratio_dual: as in :func:`ppo_clip`; 3 as in verl.
+        ratio_dual: as in :func:`ppo_clip`; 10 as in the authors' recipes.
 
+    >>> hapo_clip().token.high
+    (1.2, 10.0)
     >>> hapo_clip().needs[0]
     ('bounds', 'gates.hapo_bounds(entropy, batch)')
     """
@@ -166,14 +168,16 @@ def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | N
 
 
 @examines
-def archer_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = 3.0) -> RatioGate:
+def archer_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = 10.0) -> RatioGate:
     """PPO's clip with two pairs of bounds, by entropy class: pass ``gate_inputs=archer_bounds(wide)`` (Archer, whose
     second version is ASPO, arXiv 2510.06062).
 
     Args:
         eps_low, eps_high: where a bound is None; else the bounds replace them.
-        ratio_dual: as in :func:`ppo_clip`; 3 as in verl.
+        ratio_dual: as in :func:`ppo_clip`; 10 as in the authors' recipes.
 
+    >>> archer_clip().token.high
+    (1.2, 10.0)
     >>> archer_clip().needs[0]
     ('bounds', 'gates.archer_bounds(wide)')
     """

@@ -12,7 +12,7 @@ Environment:
     CXX                  the C++ compiler; default: the first of g++, c++, clang++
     CUDA_HOME            the CUDA toolkit; default: the one whose nvcc is in PATH, then /usr/local/cuda
     HPO_CORE_CUDA        0: no CUDA extension; 1: an error if nvcc is missing
-    HPO_CORE_CUDA_ARCHS  such as "90" or "80 90+ptx"; default: the part of CUDA_ARCHS that nvcc knows
+    HPO_CORE_CUDA_ARCHS  such as "90" or "80+ptx 90"; default: the part of CUDA_ARCHS that nvcc knows
     HPO_CORE_EMULATED    1: build the two test extensions
     HPO_CORE_SANITIZE    such as "address,undefined": instruments all but _cuda, in a build folder of its own
 """
@@ -64,7 +64,7 @@ if platform.machine() in ("x86_64", "AMD64"):
     ISAS["generic"] = "-Og -DHPO_QUICK_TO_COMPILE"
     ISAS["avx2"] = "-mavx2 -mfma -mf16c"
     ISAS["avx512"] = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c"
-CUDA_ARCHS = "80 90+ptx 100 120"
+CUDA_ARCHS = "80+ptx 90 100 120"
 NO_COMPILER = "no C++ compiler was found when hpo_core was built; install g++ or clang++ and reinstall hpo-core"
 
 
@@ -120,10 +120,17 @@ def cuda_archs(nvcc: str) -> list[str]:
     return [a for a in asked if a] or [a for a in CUDA_ARCHS.split() if f"compute_{a.removesuffix('+ptx')}" in known]
 
 
-def gencode(arch: str) -> str:
-    number, _, ptx = arch.partition("+")
-    binary = f"-gencode arch=compute_{number},code=sm_{number}"
-    return f"{binary} -gencode arch=compute_{number},code=compute_{number}" if ptx else binary
+def gencode(archs: list[str]) -> str:
+    """The architectures as options of nvcc, which takes most of its time to make PTX. That of 80 is what it makes for
+    90, and that of 100 what it makes for 120, so the lowest one on either side serves the others there."""
+    options = []
+    for arch in archs:
+        number, _, ptx = arch.partition("+")
+        alike = [each for each in (one.partition("+")[0] for one in archs) if len(each) == len(number)]
+        lowest = min(alike, key=int) if all(map(str.isdigit, alike)) else number  # 90a is like no other
+        options += [f"-gencode arch=compute_{lowest},code=sm_{number}"]
+        options += [f"-gencode arch=compute_{number},code=compute_{number}"] if ptx else []
+    return " ".join(options)
 
 
 def python_headers() -> str:
@@ -178,11 +185,11 @@ def plan_cuda(nvcc: str | None, headers: str) -> Plan:
     version = re.search(r"release [\d.]+", output(nvcc, "--version"))
     facts = {"compiler": f"nvcc {version[0] if version else ''}".strip(), "flags": NVCC_FLAGS, "archs": archs}
     plan = Plan("_cuda", link="link_cuda", facts=facts)
-    targets = " ".join(re.findall(r"code=(\w+)", " ".join(map(gencode, archs))))
+    targets = " ".join(re.findall(r"code=(\w+)", gencode(archs)))
     names = f"-DHPO_MODULE=_cuda '-DHPO_CUDA_TARGETS=\"{targets}\"'"
     plan.compile(Path("csrc/bindings_cuda.cpp"), "cxx", f"{BINDING_FLAGS} {names} {headers}")
     for source in kernels:
-        plan.compile(source, "nvcc", " ".join(map(gencode, archs)))
+        plan.compile(source, "nvcc", gencode(archs))
     return plan
 
 

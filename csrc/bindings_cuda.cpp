@@ -4,7 +4,7 @@
 
 extern "C" const char* hpo_description() {
 #ifdef HPO_CUDA_TARGETS
-  return HPO_CUDA_TARGETS;  // "sm_80 sm_90 compute_90 ..."
+  return HPO_CUDA_TARGETS;  // "sm_80 compute_80 sm_90 ..."
 #else
   return "emulated";
 #endif

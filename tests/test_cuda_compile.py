@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -72,6 +73,22 @@ def test_the_package_holds_code_for_every_architecture(tmp_path):
     info = json.loads((package / "_build_info.json").read_text())["extensions"]["_cuda"]
     assert {arch.partition("+")[0] for arch in info["archs"]} >= {"80", "90", "100", "120"}
     assert any(arch.endswith("+ptx") for arch in info["archs"])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("of_this_compiler")
+@pytest.mark.parametrize(("lower", "higher"), [(80, 90), (100, 120)])
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_what_a_gpu_is_given_is_what_nvcc_makes_for_it(tmp_path, source, lower, higher):
+    """setup.py has both assembled from the PTX of the lower one; the figures here are of PTX for each."""
+    text = []
+    for target in (lower, higher):
+        path = tmp_path / f"{target}.ptx"
+        command = [NVCC, "-std=c++17", "-O3", "-fmad=false", "-Icsrc/include", "-ptx", f"-arch=compute_{target}"]
+        subprocess.run([*command, "-o", str(path), str(source.relative_to(ROOT))], cwd=ROOT, check=True)
+        lines = re.sub(r"%[a-z]+\d+", "%", path.read_text()).splitlines()  # registers have no order
+        text.append([line for line in lines if not line.startswith((".target", "//"))])
+    assert text[0] == text[1]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)

@@ -260,9 +260,18 @@ def test_only_baseline_code_can_serve_other_objects(tree):
 @pytest.mark.parametrize(
     ("asked", "archs", "targets"),
     [
-        (None, ["80", "90+ptx"], ["code=sm_80", "code=sm_90", "code=compute_90"]),  # the defaults that this nvcc knows
-        ("120", ["120"], ["code=sm_120"]),
-        ("80, 100+ptx", ["80", "100+ptx"], ["code=sm_80", "code=sm_100", "code=compute_100"]),
+        (
+            None,
+            ["80+ptx", "90"],
+            ["80,code=sm_80", "80,code=compute_80", "80,code=sm_90"],
+        ),  # those that this nvcc knows
+        ("120", ["120"], ["120,code=sm_120"]),
+        (
+            "100+ptx, 80 120",
+            ["100+ptx", "80", "120"],
+            ["100,code=sm_100", "100,code=compute_100", "80,code=sm_80", "100,code=sm_120"],
+        ),
+        ("90a,90", ["90a", "90"], ["90a,code=sm_90a", "90,code=sm_90"]),
     ],
 )
 def test_cuda_architectures(tree, asked, archs, targets):
@@ -271,14 +280,14 @@ def test_cuda_architectures(tree, asked, archs, targets):
     assert info["_cuda"]["archs"] == archs
     assert info["_cuda"]["compiler"] == "nvcc release 13.0"
     compiled = (tree / "calls").read_text().splitlines()[0].split()
-    assert [word.partition(",")[2] for word in compiled if word.startswith("arch=")] == targets
+    assert [word.removeprefix("arch=compute_") for word in compiled if word.startswith("arch=")] == targets
     assert "-fmad=false" in compiled
 
 
 @linux_only
 def test_a_new_nvcc_compiles_for_every_architecture(tree):
     _, info = build(tree, CUDA_HOME=str(tree / "toolkit"), KNOWN="75 80 86 90 100 103 120 121")
-    assert info["_cuda"]["archs"] == ["80", "90+ptx", "100", "120"]
+    assert info["_cuda"]["archs"] == ["80+ptx", "90", "100", "120"]
 
 
 @linux_only

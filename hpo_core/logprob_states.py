@@ -17,6 +17,7 @@ from .arguments import examines
 from .backends import is_reference
 from .checks import check, check_device, check_dtype, check_shape, examined, require_type
 from .logprobs import TokenLogprobs
+from .ops import is_traced
 from .ops.logprob_states import LogprobState, finished, folded, mapped
 from .ops.logprob_states import part as part_of
 from .ops.logprobs import backward
@@ -163,6 +164,10 @@ def part_gradient(
     if is_reference(logits, backend):
         return reference.part_gradient(rows, statistics, logp_gradient, entropy_gradient).to(logits.dtype)
     of_logp, of_entropy = (each if each is None else each.float() for each in (logp_gradient, entropy_gradient))
+    if is_traced(logits):
+        given = *rows, backend or "", statistics.float(), of_logp, of_entropy
+        grad: torch.Tensor = torch.ops.hpo_core.token_logprobs_backward(*given)
+        return grad
     return backward(rows, backend or "", statistics.float(), of_logp, of_entropy)
 
 

@@ -79,7 +79,7 @@ def policy_loss_from_logits(
             logits, unless ``entropy=`` is given, which a ``window`` needs.
         temperature: as in :func:`token_logprobs`.
         inplace_gradient: whether the gradient overwrites the logits, so that no second ``[T, V]`` tensor exists. The
-            logits must not be a leaf that requires grad, nor be read after this call.
+            logits must not be a leaf that requires grad, nor be read or written after this call.
 
     Traps: the gradient stands in the dtype of the logits before the incoming one multiplies it. In float16 it loses
     what a loss scaler is there to keep: call the two functions, which multiply first.
@@ -235,6 +235,7 @@ class _FromLogits(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.grad = grad  # not saved_tensors: written in place it is the logits, of a version that autograd minds
+        ctx.version = grad._version
         ctx.set_materialize_grads(False)
         nothing = loss.new_empty(0)
         ctx.save_for_backward(nothing)
@@ -250,6 +251,11 @@ class _FromLogits(torch.autograd.Function):
 
 def _scaled(_: torch.Tensor | None, ctx: Any, factor: torch.Tensor) -> torch.Tensor:
     grad: torch.Tensor = ctx.grad
+    check(
+        grad._version == ctx.version,
+        "logits: expected those that the call has written its gradient over, got them changed since; leave "
+        "inplace_gradient=False",
+    )
     if not hands_on(factor):
         return (grad * factor).to(grad.dtype)
     ctx.grad = None

@@ -380,6 +380,12 @@ def test_memory_and_a_second_backward():
     assert version > 0
     with pytest.raises(ValueError, match="loss: its gradient has been handed on"):
         loss.backward()
+    computed = leaf * 1
+    loss = hpo.policy_loss_from_logits(computed, *given, inplace_gradient=True).loss
+    with torch.no_grad():
+        computed.div_(2)
+    with pytest.raises(ValueError, match="logits: expected those that the call has written its gradient over"):
+        loss.backward()
     loss = hpo.policy_loss_from_logits(leaf * 1, *given).loss
     leaf.grad = None
     loss.backward(retain_graph=True)

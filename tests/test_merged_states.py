@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hpo_core as hpo
+from hpo_core import logprob_states as states
 from hpo_core.ops import linear_logprobs as ops
 from hpo_core.ops.logprob_states import LogprobState, folded, mapped, merged
 
@@ -125,6 +126,18 @@ def test_the_bits_of_a_row_depend_on_the_row_alone(distance, inverse):
 
 
 BLOCK, VOCABULARY, WIDTH = (4, 2048), 5 * 2048 - 5, 6  # two blocks of the vocabulary are merged at once, the last alone
+
+
+def test_parts_are_compiled():
+    def both(logits, targets, upstream):
+        halves = [(logits[:, at : at + 5], at) for at in (0, 5)]
+        state = states.merge([states.part(each, targets, first=at, vocabulary=10) for each, at in halves])
+        grads = [states.part_gradient(each, targets, state, upstream, first=at, vocabulary=10) for each, at in halves]
+        return states.finish(state, targets).logp, *grads
+
+    given = torch.randn(3, 10, generator=torch.Generator().manual_seed(0)), torch.tensor([2, 7, -100]), torch.ones(3)
+    found = torch.compile(both, fullgraph=True, backend="aot_eager")(*given)
+    assert all(map(torch.equal, found, both(*given)))
 
 
 @pytest.mark.parametrize("readable", [True, False], ids=["rows are counted", "rows are listed"])

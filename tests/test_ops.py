@@ -15,6 +15,7 @@ import pytest
 import torch
 from catalogue import CATALOGUE
 from lazily import Lazy
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -713,6 +714,16 @@ def test_calls_into_python_and_torch():
         gc.enable()
     assert calls["call"] <= 65, calls
     assert calls["c_call"] <= 50, calls
+
+
+def test_a_backward_under_compiled_autograd_is_one_graph():
+    given = inputs()
+    one, other = given.leaf(), given.leaf()
+    given.loss(one).backward()
+    loss = given.loss(other)
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        loss.backward()
+    assert torch.equal(one.grad, other.grad)
 
 
 def _loss_in_child(given, results):

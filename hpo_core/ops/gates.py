@@ -194,7 +194,7 @@ def _scaled(
 
 def hands_on(factor: torch.Tensor) -> bool:
     """Whether the product with the saved tensor can stand in its memory, which no later backward needs."""
-    return not (factor.requires_grad or _keeps_graph() or is_traced(factor) or is_batched(factor))
+    return not (is_traced(factor) or factor.requires_grad or _keeps_graph() or is_batched(factor))
 
 
 def times(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

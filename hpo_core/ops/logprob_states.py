@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
-from ..backends import resolve
 from ..checks import check, refuse_tangent
 from ..specs import LogitRows
-from .logprobs import gradient, readable, save
+from .logprobs import gradient, readable, save, token_logprobs
 
 
 class LogprobState(NamedTuple):
@@ -44,7 +43,7 @@ def part(rows: LogitRows, kept: int, backend: str | None) -> LogprobState:
         nothing = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         zeros = torch.zeros_like(nothing)
         return LogprobState(nothing, zeros, zeros if kept > 2 else None, nothing)
-    _, _, statistics = resolve("logprobs", logits, backend).token_logprobs(rows, kept)
+    _, _, statistics = token_logprobs(rows, kept, backend)
     top, others, *distance = statistics.view(kept, *targets.shape)
     column = targets - rows.first
     has_target = (column >= 0) & (column < columns) & (targets != rows.ignore_index)

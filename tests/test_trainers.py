@@ -101,10 +101,12 @@ def test_steps_are_the_runs_of_valid_tokens_packed_as_padded():
     torch.testing.assert_close(one.loss, other.loss)
 
 
-def test_rows_that_touch_are_two_steps_and_an_empty_row_is_none():
+@pytest.mark.parametrize("gate", [gates.step_gspo(), gates.mis(unit=gates.Unit.STEP)])
+def test_rows_that_touch_are_two_steps_and_an_empty_row_is_none(gate):
     cu, mask = torch.tensor([0, 2, 2, 4]), torch.ones(4).bool()
-    assert packed_rows(cu, mask, gates.step_gspo()).row_of_step().tolist() == [0, 2]
-    assert packed_rows(torch.tensor([0, 4, 4]), mask, gates.step_gspo()).row_of_step().tolist() == [0]
+    assert packed_rows(cu, mask, gate).row_of_step().tolist() == [0, 2]
+    assert packed_rows(torch.tensor([0, 4, 4]), mask, gate).row_of_step().tolist() == [0]
+    assert padded_rows(mask[None], gate).row_of_step().tolist() == [0]
 
 
 def test_fractions_of_clipped_and_dual_clipped_tokens():
@@ -121,6 +123,7 @@ def test_fractions_of_clipped_and_dual_clipped_tokens():
     ("gate", "said"),
     [
         (gates.reconstructed.fiberpo_domain(), "level of groups"),
+        (gates.mis(unit=gates.Unit.GROUP), "level of groups"),
         (gates.kl_cov(), "needs"),
     ],
 )

@@ -30,14 +30,13 @@ def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_polic
         ValueError: a gate with a level of groups or domains that the micro-batch does not know, or with inputs of its
             own, or that corrects the sampler where there is no other policy.
     """
-    for level in gate.levels:
-        known = level.unit in (Unit.STEP, Unit.TRAJECTORY) or (groups and level.unit is Unit.GROUP)
+    for unit in sorted(gate.units):
         check(
-            known,
-            "gate: {!r} has a level of {}s, and {} tells its loss {}; take a gate of tokens, steps or trajectories, or "
-            "call hpo_core.policy_loss in a loop of your own",
+            unit in (Unit.STEP, Unit.TRAJECTORY) or (groups and unit is Unit.GROUP),
+            "gate: {!r} works on the level of {}s, and {} tells its loss {}; take a gate of tokens, steps or "
+            "trajectories, or call hpo_core.policy_loss in a loop of your own",
             gate.name,
-            level.unit.name.lower(),
+            unit.name.lower(),
             trainer,
             "prompts but no domains" if groups else "no prompts",
         )
@@ -84,7 +83,7 @@ def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: s
     )
 
 
-def padded_rows(mask: torch.Tensor, gate: RatioGate) -> PackedBatch:
+def padded_rows(mask: torch.Tensor, gate: RatioGate, group_ids: torch.Tensor | None = None) -> PackedBatch:
     """Rows ``[B, L]`` as a batch; ``mask`` is of any dtype. The steps, for gates that have a level of them, are the
     runs of valid tokens.
 
@@ -93,7 +92,7 @@ def padded_rows(mask: torch.Tensor, gate: RatioGate) -> PackedBatch:
     tensor([0, 0])
     """
     valid = mask if mask.dtype is torch.bool else mask != 0
-    return PackedBatch.from_padded(valid, steps=turns(valid) if _has_steps(gate) else None)
+    return PackedBatch.from_padded(valid, steps=turns(valid) if Unit.STEP in gate.units else None, group_ids=group_ids)
 
 
 def packed_rows(
@@ -107,7 +106,7 @@ def packed_rows(
     """
     valid = mask if mask.dtype is torch.bool else mask != 0
     steps = None
-    if _has_steps(gate):
+    if Unit.STEP in gate.units:
         begins = torch.zeros_like(valid)
         begins[cu_seqlens[:-1][cu_seqlens[:-1] < len(valid)].long()] = True
         before, behind = torch.nn.functional.pad(valid, (1, -1)), torch.nn.functional.pad(valid, (-1, 1))
@@ -115,10 +114,6 @@ def packed_rows(
         begin, end = (valid & (~before | begins)).nonzero(), (valid & (~behind | last)).nonzero() + 1
         steps = torch.cat((begin, end), dim=1)
     return PackedBatch(cu_seqlens, valid, steps=steps, group_ids=group_ids, validate=False)
-
-
-def _has_steps(gate: RatioGate) -> bool:
-    return any(level.unit is Unit.STEP for level in gate.levels)
 
 
 def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:

@@ -42,7 +42,7 @@ def custom_loss(
         ValueError: a gate that needs what datums do not tell.
     """
     made = named_gate(gate)
-    grouped = any(level.unit is Unit.GROUP for level in made.levels)
+    grouped = Unit.GROUP in made.units
     check_gate(made, "Tinker", groups=prompts is not None, one_policy="a datum has one old policy")
     check(reduction in ("sum", "mean"), "reduction: expected sum or mean, got {!r}", reduction)
 

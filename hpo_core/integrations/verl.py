@@ -38,10 +38,9 @@ from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
 from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
-from .micro_batch import fractions
+from .micro_batch import fractions, padded_rows
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator
-from .turns import turns
 from .verl_head import install_loss_head
 from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_by
 from .verl_steps import (
@@ -138,7 +137,7 @@ def register(
     GROUPED.discard(name)
     if entropy is not None:
         METHODS[name] = entropy
-    if isinstance(gate, RatioGate) and _has_groups(gate):
+    if isinstance(gate, RatioGate) and Unit.GROUP in gate.units:
         GROUPED.add(name)
     if loss.reads_rows():
         install()
@@ -163,12 +162,8 @@ class _Loss(NamedTuple):
 
     def reads_rows(self) -> bool:
         """More than verl tells its losses. A function of the configuration may make such a gate, too."""
-        of_gate = isinstance(self.gate, RatioGate) and (self.gate.reads_rollout or _has_groups(self.gate))
+        of_gate = isinstance(self.gate, RatioGate) and (self.gate.reads_rollout or Unit.GROUP in self.gate.units)
         return of_gate or self.reads_own_entropies() or self.entropy is not None or self.kl is not None
-
-
-def _has_groups(gate: RatioGate) -> bool:
-    return any(level.unit is Unit.GROUP for level in gate.levels)
 
 
 def _policy_loss(
@@ -201,9 +196,8 @@ def _policy_loss(
         gate.name,
     )
     selection, entropy = micro_batch.selection() if loss.entropy is not None else None, micro_batch.entropy
-    steps = turns(response_mask != 0) if any(level.unit is Unit.STEP for level in gate.levels) else None
-    group_ids = micro_batch.group_ids(loss.name, response_mask.device) if _has_groups(gate) else None
-    batch = PackedBatch.from_padded(response_mask != 0, steps=steps, group_ids=group_ids)  # masks are of any dtype
+    group_ids = micro_batch.group_ids(loss.name, response_mask.device) if Unit.GROUP in gate.units else None
+    batch = padded_rows(response_mask, gate, group_ids)
     given = None
     if loss.gate_inputs is not None:
         given = made_inputs(
@@ -270,7 +264,7 @@ def _check_gate(gate: RatioGate, loss: _Loss) -> None:
     selected = () if loss.entropy is None else ("bounds",)
     check_needs(gate, loss.gate_inputs, _AVAILABLE, sampler="", selected=selected)
     check(
-        all(level.unit is not Unit.DOMAIN for level in gate.levels),
+        Unit.DOMAIN not in gate.units,
         "gate: {!r} has a level of domains, of which verl's micro-batches hold parts; call hpo_core.policy_loss where "
         "all rows of a domain are",
         gate.name,

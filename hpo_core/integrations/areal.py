@@ -21,8 +21,7 @@ from .. import aggregation, gates
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, check_unread, fractions, packed_rows, padded_rows
+from .micro_batch import check_gate, check_unread, fractions, packed_rows, padded_rows, token_loss
 from .named import VARIABLE, told_gate
 from .replaced import replaced
 
@@ -104,19 +103,13 @@ def grpo_loss_fn(
     advantages, level = input_data["advantages"].float(), "token"
     if told is None and importance_sampling_level == "sequence":
         advantages, level = _row_means(advantages, kept, batch), "row"
-    out = policy_loss(
-        logprobs.float(),
-        (behaviour if use_sapo_loss else proximal).float(),
-        advantages,
-        batch,
-        gate,
-        # AReaL's engine weighs micro-batches by their tokens before a rejection
-        weights=aggregation.token_mean(batch, total=mask.sum(), ranks=1),
-        token_weight=token_weight,
-        rollout_logp=behaviour.float() if gate.reads_rollout else None,
-        advantage_level=level,
-    )
+    # AReaL's engine weighs micro-batches by their tokens before a rejection
+    weights = aggregation.token_mean(batch, total=mask.sum(), ranks=1)
     anchor = behaviour if use_sapo_loss else proximal
+    out = token_loss(
+        logprobs, anchor, advantages, batch, gate, weights, rollout_logp=behaviour, token_weight=token_weight,
+        advantage_level=level,
+    )  # fmt: skip
     _log(actor, out, gate, logprobs.detach(), anchor, behaviour, entropy, mask, input_data)
     return out.loss
 

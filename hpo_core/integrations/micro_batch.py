@@ -11,6 +11,7 @@ from .. import aggregation
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
+from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, SLOTS, Metrics
 from ..specs import Head, Unit
 from .turns import turns
@@ -114,6 +115,32 @@ def packed_rows(
         begin, end = (valid & (~before | begins)).nonzero(), (valid & (~behind | last)).nonzero() + 1
         steps = torch.cat((begin, end), dim=1)
     return PackedBatch(cu_seqlens, valid, steps=steps, group_ids=group_ids, validate=False)
+
+
+def token_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    gate: RatioGate,
+    weights: torch.Tensor,
+    *,
+    rollout_logp: torch.Tensor | None = None,
+    advantage_level: str = "token",
+    **options: Any,
+) -> PolicyLoss:
+    """:func:`~hpo_core.policy_loss` of tensors of any precision; the sampler is read where the gate asks for it."""
+    return policy_loss(
+        logp.float(),
+        None if old_logp is None else old_logp.float(),
+        advantages.float(),
+        batch,
+        gate,
+        weights=weights,
+        rollout_logp=rollout_logp.float() if gate.reads_rollout and rollout_logp is not None else None,
+        advantage_level=advantage_level,
+        **options,
+    )
 
 
 def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:

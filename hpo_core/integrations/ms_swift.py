@@ -23,8 +23,7 @@ from .. import aggregation, gates, kl
 from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows
+from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows, token_loss
 
 __all__ = ["HPOSwiftTrainer", "use"]
 
@@ -115,20 +114,12 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         old, weight = grpo_batch.old_per_token_logps, self._sampler_weight
         penalty = kl.k3(self.beta) if self.beta and not self.kl_in_reward else None
         threshold = metrics["entropy"].get("entropy_threshold")
-        out = policy_loss(
-            logp.float(),
-            None if old is None else old.float(),
-            grpo_batch.advantages.float(),
-            batch,
-            gate,
-            weights=self._weights(batch, grpo_batch),
-            ref_logp=None if penalty is None else grpo_batch.ref_per_token_logps.float(),
-            kl=penalty,
+        out = token_loss(
+            logp, old, grpo_batch.advantages, batch, gate, self._weights(batch, grpo_batch), rollout_logp=rollout,
+            ref_logp=None if penalty is None else grpo_batch.ref_per_token_logps.float(), kl=penalty,
             token_mask=None if threshold is None or entropy is None else entropy.detach() >= threshold,
             token_weight=None if weight is None else weight.expand_as(logp).float(),
-            rollout_logp=rollout.float() if gate.reads_rollout and rollout is not None else None,
-            advantage_level="token",
-        )
+        )  # fmt: skip
         loss = out.loss
         if metrics["mode"] == "train" and chord is not None:
             loss = grpo_trainer.compute_chord_loss(self, grpo_loss=loss)

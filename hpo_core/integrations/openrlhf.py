@@ -21,8 +21,7 @@ from .. import aggregation, gates
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import Clip, Drop, Level, RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, check_unread, fractions, padded_rows
+from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss
 from .named import VARIABLE, named_gate, told_gate
 
 __all__ = ["HPOPolicyLoss", "install", "launch"]
@@ -119,17 +118,10 @@ class HPOPolicyLoss(torch.nn.Module):
         if self.anchors_sampler:
             assert rollout_log_probs is not None
             anchor = rollout_log_probs
-        out = policy_loss(
-            log_probs.float(),
-            anchor.float(),
-            advantages.float(),
-            batch,
-            gate,
-            weights=weights,
+        out = token_loss(
+            log_probs, anchor, advantages, batch, gate, weights, rollout_logp=rollout_log_probs,
             token_weight=token_weight,
-            rollout_logp=rollout_log_probs.float() if gate.reads_rollout and rollout_log_probs is not None else None,
-            advantage_level="token",
-        )
+        )  # fmt: skip
         seen = fractions(out.metrics, gate)
         clipped, kl = torch.tensor([seen["clipped"], seen["kl"]], device=log_probs.device).unbind()
         if self.anchors_sampler:  # the name in OpenRLHF's log is the KL to the old policy

@@ -20,8 +20,7 @@ except ImportError as error:
 from .. import gates, kl
 from ..checks import check
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import MODES, check_gate, check_unread, fractions, padded_rows, weights_of
+from .micro_batch import MODES, check_gate, check_unread, fractions, padded_rows, token_loss, weights_of
 from .named import told_gate
 
 __all__ = ["HPOActorWorker"]
@@ -62,17 +61,11 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         mode = config.loss_agg_mode
         check(mode in MODES, "loss_agg_mode: expected one of {}, got {!r}", ", ".join(MODES), mode)
         weights = weights_of(mode, batch, tokens, samples, mask.shape[-1])
-        out = policy_loss(
-            logp.float(),
-            old.float(),
-            rows["advantages"].float(),
-            batch,
-            gate,
-            weights=weights,
+        out = token_loss(
+            logp, old, rows["advantages"], batch, gate, weights,
             kl=kl.k3(config.kl_loss_coef) if config.use_kl_loss else None,
             ref_logp=rows["ref_log_probs"].float() if config.use_kl_loss else None,
-            advantage_level="token",
-        )
+        )  # fmt: skip
         total = out.loss
         if config.entropy_loss_coef > 0:
             entropy = self.strategy.op_compute_entropy(logits=output_tensor, attention_mask=rows["response_mask"])

@@ -19,8 +19,7 @@ import torch
 from .. import gates
 from ..checks import check
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, check_unread, packed_rows
+from .micro_batch import check_gate, check_unread, packed_rows, token_loss
 from .named import told_gate
 
 __all__ = ["loss"]
@@ -87,18 +86,11 @@ def loss(
         )
         token_weight, kept = factor[0].float(), torch.cat(factor[1]) != 0
         logged = {name: sum_of_sample_mean(value) for name, value in factor[2].items()}
-    out = policy_loss(
-        logp,
-        old,
-        torch.cat(batch["advantages"]).float(),
-        rows,
-        gate,
-        weights=weights,
-        token_mask=kept,
+    sampler = torch.cat(batch["rollout_log_probs"]) if gate.reads_rollout else None
+    out = token_loss(
+        logp, old, torch.cat(batch["advantages"]), rows, gate, weights, rollout_logp=sampler, token_mask=kept,
         token_weight=token_weight,
-        rollout_logp=torch.cat(batch["rollout_log_probs"]).float() if gate.reads_rollout else None,
-        advantage_level="token",
-    )
+    )  # fmt: skip
     entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
     total = out.loss - args.entropy_coef * entropy
     if args.use_kl_loss:

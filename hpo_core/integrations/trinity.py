@@ -21,8 +21,7 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.trinity needs Trinity-RFT 0.6: pip install trinity-rft") from error
 
 from ..checks import check
-from ..losses import policy_loss
-from .micro_batch import MODES, check_gate, fractions, padded_rows, weights_of
+from .micro_batch import MODES, check_gate, fractions, padded_rows, token_loss, weights_of
 from .named import named_gate
 
 __all__ = ["HPOPolicyLossFn"]
@@ -58,14 +57,8 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
         batch = padded_rows(action_mask, self.gate)
         # Trinity-RFT counts rows without tokens, too.
         counts = (batch.row_counts.sum(), batch.rows, action_mask.shape[-1])
-        out = policy_loss(
-            logprob.float(),
-            old_logprob.float(),
-            advantages.float(),
-            batch,
-            self.gate,
-            weights=weights_of(self.loss_agg_mode, batch, *counts),
-            advantage_level="token",
+        out = token_loss(
+            logprob, old_logprob, advantages, batch, self.gate, weights_of(self.loss_agg_mode, batch, *counts)
         )
         seen = fractions(out.metrics, self.gate)
         names = {"clipped": "pg_clipfrac", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}

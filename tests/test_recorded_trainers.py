@@ -172,6 +172,14 @@ def test_slime(per_token):
     assert count > 5 and logged["pg_clipfrac"] == pytest.approx(count * (1 if per_token else ROWS / batch.tokens))
 
 
+def test_slimes_cispo_counts_what_its_clamp_moves():
+    batch = Batch()
+    ratio = torch.exp(batch.logp - batch.old)
+    moved = (ratio.clamp(0.8, 1.28) != ratio)[batch.mask].sum()
+    fields = {"advantage_estimator": "cispo", "calculate_per_token_loss": True, "eps_clip_high": 0.28}
+    assert of_slime(batch, batch.logp, slime_sums(batch), **fields)[1]["pg_clipfrac"] == moved
+
+
 def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
     batch = Batch(per_token=True)
     sums = batch.mask.sum(1).tolist()

@@ -18,6 +18,8 @@ from .turns import turns
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
+_DUAL = "clipped_high_negative"
+
 
 def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_policy: str = "") -> None:
     """That a trainer which hands over rows, and no more, can serve the gate.
@@ -143,6 +145,12 @@ def token_loss(
     )
 
 
+def clip_slots(gate: RatioGate) -> list[str]:
+    """The slots of the metrics that count clipped tokens, without a dual clip, which only linear heads have."""
+    slots = [slot for slot in SLOTS if slot.startswith("clipped_")]
+    return [slot for slot in slots if slot != _DUAL] if gate.head is Head.LINEAR else slots
+
+
 def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
     """What trainers log of a loss, in one copy to the host: ``tokens``, ``clipped`` and ``dual_clipped`` (fractions of
     the valid tokens), ``kl`` (the mean of ``old_logp - logp``), and the error counters that are not 0.
@@ -154,12 +162,11 @@ def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
     """
     count = dict(zip(SLOTS, metrics.vector.tolist(), strict=True))
     tokens = max(count["tokens"], 1.0)
-    clipped = sum(count[slot] for slot in SLOTS if slot.startswith("clipped_"))
-    dual = count["clipped_high_negative"] if gate.head is Head.LINEAR else 0.0
+    slots = clip_slots(gate)
     return {
         "tokens": count["tokens"],
-        "clipped": (clipped - dual) / tokens,
-        "dual_clipped": dual / tokens,
+        "clipped": sum(count[slot] for slot in slots) / tokens,
+        "dual_clipped": 0.0 if _DUAL in slots else count[_DUAL] / tokens,
         "kl": -count["log_ratio_sum"] / tokens,
         **{name: count[name] for name in FLAGS if count[name]},
     }

@@ -19,7 +19,7 @@ import torch
 from .. import gates
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, check_unread, packed_rows, token_loss
+from .micro_batch import check_gate, check_unread, clip_slots, packed_rows, token_loss
 from .named import told_gate
 
 __all__ = ["loss"]
@@ -104,7 +104,7 @@ def loss(
         total = total + 0 * logits.sum()
     # slime divides what is logged as it divides the loss
     share = (weights * rows.row_counts).sum() / out.metrics["tokens"].clamp(min=1)
-    clipped = sum(out.metrics[f"clipped_{each}"] for each in ("high_positive", "low_positive", "low_negative"))
+    clipped = sum(out.metrics[slot] for slot in clip_slots(gate))
     return total, {
         "loss": total.detach(),
         "pg_loss": out.loss.detach(),

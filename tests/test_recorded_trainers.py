@@ -276,6 +276,7 @@ def test_nemo_rl(per_token, nemo_rl):
 
 def test_nemo_rl_adds_metrics_over_micro_batches(nemo_rl):
     batch = Batch()
+    batch.logp[0, 0] = batch.logp[5, 0] = torch.nan
     data, mask = nemo_data(batch)
     counts = {"global_valid_seqs": torch.tensor(5), "global_valid_toks": mask.sum()}
     whole = nemo_rl()(batch.logp, data, **counts)[1]
@@ -285,7 +286,7 @@ def test_nemo_rl_adds_metrics_over_micro_batches(nemo_rl):
     ]
     for name in ("loss", "hpo/clipped", "hpo/kl", "token_mult_prob_error", "num_valid_samples"):
         assert sum(cut[name] for cut in cuts) == pytest.approx(whole[name], rel=1e-5, abs=1e-7)
-    assert whole["hpo/clipped"] > 0.05
+    assert whole["hpo/clipped"] > 0.05 and [cut["hpo/nan_tokens"] for cut in cuts] == [1.0, 1.0]
 
 
 def test_nemo_rl_refuses_by_name(nemo_rl):

@@ -119,6 +119,15 @@ def test_fractions_of_clipped_and_dual_clipped_tokens():
     assert fractions(out.metrics, gate)["nan_tokens"] == 1.0
 
 
+def test_trainers_without_a_place_for_error_counters_warn():
+    batch = Batch()
+    batch.logp[0, 0] = torch.nan
+    loss = integration("openrlhf").HPOPolicyLoss()
+    for call in (lambda: of_verl_agent(batch, batch.logp), lambda: loss(batch.logp, batch.old, batch.advantages)):
+        with pytest.warns(UserWarning, match=r"policy_loss: nan_tokens: a log-ratio"):
+            call()
+
+
 @pytest.mark.parametrize(
     ("gate", "said"),
     [

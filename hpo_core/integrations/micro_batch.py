@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from .. import aggregation
+from .. import aggregation, gates
 from ..batch import PackedBatch
-from ..checks import check
+from ..checks import check, require_type
 from ..gates import RatioGate
 from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, SLOTS, Metrics
@@ -55,6 +56,17 @@ def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_polic
         "gate: {!r} corrects what sampler and old policy differ by, and {}; take the gate that it corrects",
         gate.name,
         one_policy,
+    )
+
+
+def check_registered(gate: Any, config: str) -> None:
+    """That a registry gets a gate, or a function of the trainer's ``config``, which constructors of gates are not."""
+    is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
+    require_type(
+        isinstance(gate, RatioGate) or (callable(gate) and not is_constructor),
+        "gate: expected a RatioGate, or a function of {} that returns one, got {}",
+        config,
+        gate,
     )
 
 
@@ -170,6 +182,13 @@ def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
         "kl": -count["log_ratio_sum"] / tokens,
         **{name: count[name] for name in FLAGS if count[name]},
     }
+
+
+def warn_of_flags(seen: Mapping[str, float]) -> None:
+    """The error counters among :func:`fractions`, once each, where the trainer's log has no place for them."""
+    for name in FLAGS:
+        if name in seen:
+            warnings.warn(f"hpo_core.policy_loss: {name}: {FLAGS[name]}", stacklevel=2)
 
 
 def weights_of(mode: str, batch: PackedBatch, tokens: Any, rows: Any, length: int) -> torch.Tensor:

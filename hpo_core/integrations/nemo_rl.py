@@ -26,6 +26,7 @@ except ImportError as error:
 from .. import aggregation, kl
 from ..checks import check
 from ..gates import RatioGate
+from ..metrics import FLAGS
 from .micro_batch import check_gate, fractions, padded_rows, token_loss
 from .named import named_gate
 
@@ -70,6 +71,7 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             "token_mult_prob_error": MetricNormalizer.TOKENS,
             **dict.fromkeys(("hpo/clipped", "hpo/dual_clipped", "hpo/kl"), MetricNormalizer.TOKENS),
             "num_valid_samples": MetricNormalizer.NONE,
+            **dict.fromkeys((f"hpo/{name}" for name in FLAGS), MetricNormalizer.NONE),
         }
 
     def __call__(
@@ -104,4 +106,5 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             "token_mult_prob_error": float(error),
             **{f"hpo/{name}": seen[name] * share for name in ("clipped", "dual_clipped", "kl")},
             "num_valid_samples": float(sampled.sum()),
+            **{f"hpo/{name}": seen.get(name, 0.0) for name in FLAGS},
         }

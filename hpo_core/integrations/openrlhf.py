@@ -21,7 +21,7 @@ from .. import aggregation, gates
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import Clip, Drop, Level, RatioGate
-from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss
+from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss, warn_of_flags
 from .named import VARIABLE, named_gate, told_gate
 
 __all__ = ["HPOPolicyLoss", "install", "launch"]
@@ -123,6 +123,7 @@ class HPOPolicyLoss(torch.nn.Module):
             token_weight=token_weight,
         )  # fmt: skip
         seen = fractions(out.metrics, gate)
+        warn_of_flags(seen)
         clipped, kl = torch.tensor([seen["clipped"], seen["kl"]], device=log_probs.device).unbind()
         if self.anchors_sampler:  # the name in OpenRLHF's log is the KL to the old policy
             kl = torch.where(mask, old_log_probs - log_probs.detach(), 0.0).sum() / mask.sum().clamp(min=1)

@@ -33,7 +33,7 @@ from .. import advantages, gates
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..specs import Head, Penalty
-from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows, token_loss
+from .micro_batch import check_gate, check_registered, check_sampler, check_unread, fractions, padded_rows, token_loss
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages, settings_of
 
 __all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
@@ -64,11 +64,7 @@ def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend
         ValueError: a gate that needs what SkyRL does not tell its loss, or one with a term that does not grow with the
             advantage: SkyRL's advantages carry the denominator of the loss, and such a term would lack it.
     """
-    require_type(
-        isinstance(gate, RatioGate) or callable(gate),
-        "gate: expected a RatioGate, or a function of SkyRL's AlgorithmConfig that returns one, got {}",
-        gate,
-    )
+    check_registered(gate, "SkyRL's AlgorithmConfig")
     if isinstance(gate, RatioGate):
         _check(gate)
     PolicyLossRegistry._functions.pop(name, None)

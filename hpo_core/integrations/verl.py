@@ -38,7 +38,7 @@ from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
 from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
-from .micro_batch import fractions, padded_rows
+from .micro_batch import check_registered, fractions, padded_rows
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator
 from .verl_head import install_loss_head
@@ -116,12 +116,7 @@ def register(
         ValueError: a gate with a level of domains, which no micro-batch holds; one that needs inputs which
             ``gate_inputs`` does not make.
     """
-    is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
-    require_type(
-        isinstance(gate, RatioGate) or (callable(gate) and not is_constructor),
-        "gate: expected a RatioGate, or a function of verl's ActorConfig that returns one, got {}",
-        gate,
-    )
+    check_registered(gate, "verl's ActorConfig")
     if isinstance(entropy, EntropyWindow):
         entropy = functools.partial(selected_by, entropy)
     if entropy is not None:

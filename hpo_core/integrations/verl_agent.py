@@ -17,7 +17,16 @@ import torch
 
 from .. import gates
 from ..checks import check
-from .micro_batch import MODES, check_gate, check_unread, fractions, padded_rows, token_loss, weights_of
+from .micro_batch import (
+    MODES,
+    check_gate,
+    check_unread,
+    fractions,
+    padded_rows,
+    token_loss,
+    warn_of_flags,
+    weights_of,
+)
 from .named import told_gate
 
 __all__ = ["compute_policy_loss", "install"]
@@ -60,6 +69,7 @@ def compute_policy_loss(
     counts = (batch.row_counts.sum(), batch.rows, response_mask.shape[-1])  # rows without tokens count, too
     out = token_loss(log_prob, old_log_prob, advantages, batch, gate, weights_of(loss_agg_mode, batch, *counts))
     seen = fractions(out.metrics, gate)
+    warn_of_flags(seen)
     clipped, kl, dual = torch.tensor([seen[name] for name in ("clipped", "kl", "dual_clipped")], device="cpu").unbind()
     return out.loss, clipped, kl, dual
 

@@ -38,7 +38,7 @@ from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
 from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
-from .micro_batch import check_registered, fractions, padded_rows
+from .micro_batch import check_registered, check_unread, fractions, padded_rows
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator
 from .verl_head import install_loss_head
@@ -175,8 +175,7 @@ def _policy_loss(
     """What verl calls, by keyword: tensors ``[B, L]``; the loss is scaled for engines that average over ranks."""
     check(config is not None, "config: expected verl's ActorConfig, got None")
     if isinstance(loss.gate, RatioGate):
-        gate = loss.gate
-        _refuse(loss.name, config, *_UNSET)
+        gate = _unread(loss.gate, config, *_UNSET)
     else:
         gate = loss.gate(config)
         require_type(
@@ -342,7 +341,6 @@ def _ppo_clip(config: Any) -> RatioGate:
 
 
 def _dapo(config: Any) -> RatioGate:
-    _refuse("hpo_dapo", config, "clip_ratio_c")
     low, high = _epsilons(config)
     check(
         high > low,
@@ -351,34 +349,29 @@ def _dapo(config: Any) -> RatioGate:
         high,
         low,
     )
-    return gates.dapo(low, high)
+    return _unread(gates.dapo(low, high), config, "clip_ratio_c")
 
 
 def _cispo(config: Any) -> RatioGate:
-    _refuse("hpo_cispo", config, "clip_ratio_c")
     low, high = _epsilons(config)
-    return gates.cispo(ratio_cap=1 + high, ratio_low=1 - low)
+    return _unread(gates.cispo(ratio_cap=1 + high, ratio_low=1 - low), config, "clip_ratio_c")
 
 
 def _gspo(config: Any) -> RatioGate:
-    _refuse("hpo_gspo", config, "clip_ratio_c")
-    return gates.gspo(*_epsilons(config))
+    return _unread(gates.gspo(*_epsilons(config)), config, "clip_ratio_c")
 
 
 def _gspo_token(config: Any) -> RatioGate:
-    _refuse("hpo_gspo_token", config, "clip_ratio_c")
-    return gates.gspo_token(*_epsilons(config))
+    return _unread(gates.gspo_token(*_epsilons(config)), config, "clip_ratio_c")
 
 
 def _sapo(config: Any) -> RatioGate:
-    _refuse("hpo_sapo", config, *_UNSET)
-    return gates.sapo(config.tau_pos, config.tau_neg)
+    return _unread(gates.sapo(config.tau_pos, config.tau_neg), config, *_UNSET)
 
 
 def _dro(config: Any) -> RatioGate:
-    _refuse("hpo_dro", config, *_UNSET)
     beta = config.policy_loss.get("dro_beta", None)
-    return gates.dro() if beta is None else gates.dro(beta)
+    return _unread(gates.dro() if beta is None else gates.dro(beta), config, *_UNSET)
 
 
 def _epsilons(config: Any) -> tuple[float, float]:
@@ -390,18 +383,11 @@ def _epsilons(config: Any) -> tuple[float, float]:
     return min(low, 1.0), high  # ratios are positive: 1 - low below 0 is no bound
 
 
-def _refuse(name: str, config: Any, *fields: str) -> None:
-    """A clip field that is set and would have no effect."""
-    for field in fields:
-        value = config.get(field, None)
-        check(
-            value is None or value == _UNSET[field],
-            "{}: {!r} does not read it; got {}, leave it at verl's {} or choose another loss_mode",
-            field,
-            name,
-            value,
-            _UNSET[field],
-        )
+def _unread(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
+    """The gate, which reads none of these fields."""
+    given = {field: value for field in fields if (value := config.get(field, None)) is not None}
+    check_unread(gate, "verl", given, _UNSET, " or choose another loss_mode")
+    return gate
 
 
 for _make in (_ppo_clip, _dapo, _cispo, _gspo, _gspo_token, _sapo, _dro):

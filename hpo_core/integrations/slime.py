@@ -45,7 +45,7 @@ def loss(
     told = told_gate()
     gate = _described(args) if told is None else told
     if told is not None:
-        check_unread(told, "slime", {name: getattr(args, name) for name in _UNSET}, _UNSET)
+        check_unread(told, "slime", {name: getattr(args, name) for name in _UNSET}, _UNSET, " or take HPO_GATE away")
     check_gate(gate, "slime")
     check(
         not (gate.needs_rollout and args.use_tis),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .. import aggregation, gates
+from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
@@ -118,7 +119,7 @@ def _described(fields: dict[str, Any], positive: float, negative: float, decoupl
     """The gate that AReaL's configuration describes."""
     level, low, high = fields["importance_sampling_level"], fields["eps_clip"], fields["eps_clip_higher"]
     high = low if high is None else high
-    check(level in ("token", "sequence"), "importance_sampling_level: expected token or sequence, got {!r}", level)
+    check_choice("importance_sampling_level", level, ("token", "sequence"))
     if fields["use_sapo_loss"]:
         check(not decoupled, "use_decoupled_loss: SAPO has no proximal policy; set it to false")
         check(level == "token", "importance_sampling_level: hpo_core's SAPO is one of tokens; got {!r}", level)
@@ -202,7 +203,7 @@ def _trainer() -> Any:
     def create(self: Any, actor_config: Any, alloc: Any) -> Any:
         """AReaL takes the actor's class from its own modules; workers find the gate in their environment."""
         kinds = {"fsdp": "FSDPPPOActor", "megatron": "MegatronPPOActor", "archon": "ArchonPPOActor"}
-        check(alloc.backend in kinds, "backend: expected one of {}, got {!r}", ", ".join(kinds), alloc.backend)
+        check_choice("backend", alloc.backend, kinds)
         if os.environ.get(VARIABLE):
             told = told_gate()
             assert told is not None

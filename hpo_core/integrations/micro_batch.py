@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import aggregation, gates
+from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
@@ -194,6 +195,7 @@ def warn_of_flags(seen: Mapping[str, float]) -> None:
 def weights_of(mode: str, batch: PackedBatch, tokens: Any, rows: Any, length: int) -> torch.Tensor:
     """``[B]``: the denominator of one of verl's :data:`MODES`, which others took over, for these numbers of tokens and
     rows."""
+    check_choice("loss_agg_mode", mode, MODES)
     if mode == "token-mean":
         return aggregation.token_mean(batch, total=tokens, ranks=1)
     if mode == "seq-mean-token-sum":

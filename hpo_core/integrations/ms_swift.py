@@ -20,6 +20,7 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.ms_swift needs ms-swift 4.6: pip install ms-swift") from error
 
 from .. import aggregation, gates, kl
+from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
@@ -52,8 +53,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        kinds = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "sapo")
-        check(self.loss_type in kinds, "loss_type: expected one of {}, got {!r}", ", ".join(kinds), self.loss_type)
+        check_choice("loss_type", self.loss_type, ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "sapo"))
         check(not self.use_liger_loss, "use_liger_kernel: Liger's loss takes the place of any other; set it to false")
         check(not self.sdar_loss_coef > 0, "sdar_loss_coef: no distillation beside hpo_core's loss; set it to 0")
         if self.gate is None:
@@ -88,7 +88,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
             return gates.ppo_clip(self.epsilon_low, self.epsilon_high, ratio_dual=delta)
         check(delta is None, "delta: hpo_core's gates of sequences have no dual clip; leave it out")
         make = {"sequence": gates.gspo, "sequence_token": gates.gspo_token}
-        check(level in make, "importance_sampling_level: expected token, {}, got {!r}", ", ".join(make), level)
+        check_choice("importance_sampling_level", level, ("token", *make))
         return make[level](self.epsilon_low, self.epsilon_high)
 
     def _compute_loss_and_metrics(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import aggregation
+from ..arguments import check_choice
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..segments import ids_of
@@ -43,7 +44,7 @@ def custom_loss(
     made = named_gate(gate)
     grouped = Unit.GROUP in made.units
     check_gate(made, "Tinker", groups=prompts is not None, one_policy="a datum has one old policy")
-    check(reduction in ("sum", "mean"), "reduction: expected sum or mean, got {!r}", reduction)
+    check_choice("reduction", reduction, ("sum", "mean"))
 
     def loss(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         pairs = zip(data, logprobs, strict=True)

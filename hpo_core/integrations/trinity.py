@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ImportError("hpo_core.integrations.trinity needs Trinity-RFT 0.6: pip install trinity-rft") from error
 
-from ..checks import check
+from ..arguments import check_choice
 from .micro_batch import MODES, check_gate, fractions, padded_rows, token_loss, weights_of
 from .named import named_gate
 
@@ -41,7 +41,7 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
 
     def __init__(self, backend: str = "verl", gate: str = "ppo_clip", loss_agg_mode: str = "token-mean") -> None:
         super().__init__(backend=backend)
-        check(loss_agg_mode in MODES, "loss_agg_mode: expected one of {}, got {!r}", ", ".join(MODES), loss_agg_mode)
+        check_choice("loss_agg_mode", loss_agg_mode, MODES)
         self.gate, self.loss_agg_mode = named_gate(gate), loss_agg_mode
         check_gate(self.gate, "Trinity-RFT", one_policy="Trinity-RFT tells its loss no sampler")
 

@@ -17,16 +17,7 @@ import torch
 
 from .. import gates
 from ..checks import check
-from .micro_batch import (
-    MODES,
-    check_gate,
-    check_unread,
-    fractions,
-    padded_rows,
-    token_loss,
-    warn_of_flags,
-    weights_of,
-)
+from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss, warn_of_flags, weights_of
 from .named import told_gate
 
 __all__ = ["compute_policy_loss", "install"]
@@ -64,7 +55,6 @@ def compute_policy_loss(
         given = {name: bound for name, bound in zip(_UNSET, bounds, strict=True) if bound is not None}
         check_unread(gate, "verl-agent", given, _UNSET, " or take HPO_GATE away")
     check_gate(gate, "verl-agent", one_policy="verl-agent tells its loss no sampler")
-    check(loss_agg_mode in MODES, "loss_agg_mode: expected one of verl-agent's four, got {!r}", loss_agg_mode)
     batch = padded_rows(response_mask, gate)
     counts = (batch.row_counts.sum(), batch.rows, response_mask.shape[-1])  # rows without tokens count, too
     out = token_loss(log_prob, old_log_prob, advantages, batch, gate, weights_of(loss_agg_mode, batch, *counts))

@@ -172,6 +172,14 @@ def test_slime(per_token):
     assert count > 5 and logged["pg_clipfrac"] == pytest.approx(count * (1 if per_token else ROWS / batch.tokens))
 
 
+def test_slimes_cispo_counts_what_its_clamp_moves():
+    batch = Batch()
+    ratio = torch.exp(batch.logp - batch.old)
+    moved = (ratio.clamp(0.8, 1.28) != ratio)[batch.mask].sum()
+    fields = {"advantage_estimator": "cispo", "calculate_per_token_loss": True, "eps_clip_high": 0.28}
+    assert of_slime(batch, batch.logp, slime_sums(batch), **fields)[1]["pg_clipfrac"] == moved
+
+
 def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
     batch = Batch(per_token=True)
     sums = batch.mask.sum(1).tolist()
@@ -192,7 +200,7 @@ def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
         ("", {"context_parallel_size": 2}, "context_parallel_size"),
         ("", {"use_opsm": True}, "use_opsm"),
         ("icepop", {"use_tis": True}, "correct the same difference"),
-        ("gspo", {"eps_clip_high": 0.28}, "eps_clip_high: the gate 'gspo' does not read it"),
+        ("gspo", {"eps_clip_high": 0.28}, "eps_clip_high: the gate 'gspo' does not read it.*or take HPO_GATE away"),
         ("reconstructed.p3o", {}, "level of groups"),
         ("", {"advantage_estimator": "gspo", "eps_clip_c": 3.0}, "no dual clip"),
     ],
@@ -268,6 +276,7 @@ def test_nemo_rl(per_token, nemo_rl):
 
 def test_nemo_rl_adds_metrics_over_micro_batches(nemo_rl):
     batch = Batch()
+    batch.logp[0, 0] = batch.logp[5, 0] = torch.nan
     data, mask = nemo_data(batch)
     counts = {"global_valid_seqs": torch.tensor(5), "global_valid_toks": mask.sum()}
     whole = nemo_rl()(batch.logp, data, **counts)[1]
@@ -277,7 +286,7 @@ def test_nemo_rl_adds_metrics_over_micro_batches(nemo_rl):
     ]
     for name in ("loss", "hpo/clipped", "hpo/kl", "token_mult_prob_error", "num_valid_samples"):
         assert sum(cut[name] for cut in cuts) == pytest.approx(whole[name], rel=1e-5, abs=1e-7)
-    assert whole["hpo/clipped"] > 0.05
+    assert whole["hpo/clipped"] > 0.05 and [cut["hpo/nan_tokens"] for cut in cuts] == [1.0, 1.0]
 
 
 def test_nemo_rl_refuses_by_name(nemo_rl):

@@ -181,6 +181,8 @@ def test_a_field_without_effect_is_refused(name, field, skyrl, ours):
 
 def test_refusals(skyrl, ours):
     batch, config = Batch(), configuration(**{"off_policy_correction.tis_ratio_type": "token"})
+    with pytest.raises(TypeError, match=r"gate: expected a RatioGate, or .* got the function gspo; call it: gspo\(\)"):
+        ours.register("mine", hpo.gates.gspo)
     with pytest.raises(ValueError, match="level of groups"):
         ours.register("mine", hpo.gates.reconstructed.fiberpo_domain())
     with pytest.raises(ValueError, match="correct the same difference"):

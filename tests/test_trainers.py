@@ -101,10 +101,12 @@ def test_steps_are_the_runs_of_valid_tokens_packed_as_padded():
     torch.testing.assert_close(one.loss, other.loss)
 
 
-def test_rows_that_touch_are_two_steps_and_an_empty_row_is_none():
+@pytest.mark.parametrize("gate", [gates.step_gspo(), gates.mis(unit=gates.Unit.STEP)])
+def test_rows_that_touch_are_two_steps_and_an_empty_row_is_none(gate):
     cu, mask = torch.tensor([0, 2, 2, 4]), torch.ones(4).bool()
-    assert packed_rows(cu, mask, gates.step_gspo()).row_of_step().tolist() == [0, 2]
-    assert packed_rows(torch.tensor([0, 4, 4]), mask, gates.step_gspo()).row_of_step().tolist() == [0]
+    assert packed_rows(cu, mask, gate).row_of_step().tolist() == [0, 2]
+    assert packed_rows(torch.tensor([0, 4, 4]), mask, gate).row_of_step().tolist() == [0]
+    assert padded_rows(mask[None], gate).row_of_step().tolist() == [0]
 
 
 def test_fractions_of_clipped_and_dual_clipped_tokens():
@@ -117,10 +119,20 @@ def test_fractions_of_clipped_and_dual_clipped_tokens():
     assert fractions(out.metrics, gate)["nan_tokens"] == 1.0
 
 
+def test_trainers_without_a_place_for_error_counters_warn():
+    batch = Batch()
+    batch.logp[0, 0] = torch.nan
+    loss = integration("openrlhf").HPOPolicyLoss()
+    for call in (lambda: of_verl_agent(batch, batch.logp), lambda: loss(batch.logp, batch.old, batch.advantages)):
+        with pytest.warns(UserWarning, match=r"policy_loss: nan_tokens: a log-ratio"):
+            call()
+
+
 @pytest.mark.parametrize(
     ("gate", "said"),
     [
         (gates.reconstructed.fiberpo_domain(), "level of groups"),
+        (gates.mis(unit=gates.Unit.GROUP), "level of groups"),
         (gates.kl_cov(), "needs"),
     ],
 )
@@ -180,7 +192,7 @@ def test_openrlhf_takes_the_gate_of_the_environment_and_keeps_its_own_correction
         ("gspo", {"dual_clip": 3.0}, "dual_clip"),
         ("icepop", {}, "is_correction_level"),
         ("reconstructed.fiberpo_domain", {}, "level of groups"),
-        ("", {"policy_loss_type": "reinforce"}, "expected ppo or gspo"),
+        ("", {"policy_loss_type": "reinforce"}, "policy_loss_type: expected one of ppo, gspo"),
         ("", {"is_correction_level": "tokens"}, "is_correction_level: expected one of off, token, seq"),
         ("gspo", {"is_correction_mode": "drop"}, "is_correction_mode: expected one of mask, clip"),
         ("", {"is_correction_gating": "kl"}, "is_correction_gating: expected one of ratio, binary_kl, tv"),
@@ -284,7 +296,7 @@ def test_areal_takes_the_gate_of_the_environment(monkeypatch):
         ("icepop", {"rejection_sampling": object()}, "correct the same difference"),
         ("reconstructed.p3o", {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ("kl_cov", {}, "needs"),
-        ("", {"importance_sampling_level": "row"}, "expected token or sequence"),
+        ("", {"importance_sampling_level": "row"}, "expected one of token, sequence"),
         ("", {"importance_sampling_level": "sequence", "c_clip": 3.0}, "no dual clip"),
         ("", {"use_sapo_loss": True, "use_decoupled_loss": True}, "no proximal policy"),
     ],

@@ -404,6 +404,15 @@ def test_corrections_read_what_the_sampler_says(tmp_path):
     assert logged["hpo_core/correction_0/ratio_mean"] == pytest.approx(float(ratio), rel=1e-5)
 
 
+def test_a_correction_of_groups_asks_all_processes(tmp_path):
+    (inputs, scored), gate = micro_batch(), hpo.gates.mis(unit=hpo.gates.Unit.GROUP)
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": gate, "rollout_func": lambda *_: {}})
+    trainer.current_gradient_accumulation_steps, trainer._ranks = 1, lambda: "all processes"
+    inputs |= {"sampling_per_token_logps": scored.logps, "group_ids": torch.zeros(len(scored.valid), dtype=torch.long)}
+    with pytest.raises(TypeError, match="process_group"):
+        loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
+
+
 def test_domains_need_a_column_and_the_other_way_round(tmp_path):
     with pytest.raises(ValueError, match="domain: the gate 'deep' has a level of domains; name the dataset's column"):
         build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP})

@@ -246,11 +246,11 @@ def call(name, **fields):
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("hpo_dapo", {"clip_ratio_high": 0.28, "clip_ratio_c": 10.0}, "clip_ratio_c: 'hpo_dapo' does not read it"),
+        ("hpo_dapo", {"clip_ratio_high": 0.28, "clip_ratio_c": 10.0}, "clip_ratio_c: the gate 'dapo' does not read it"),
         ("hpo_dapo", {}, "clip_ratio_high: hpo_dapo clips higher"),
-        ("hpo_cispo", {"clip_ratio_c": 10.0}, "clip_ratio_c: 'hpo_cispo' does not read it"),
-        ("hpo_gspo", {"clip_ratio_c": 10.0}, "clip_ratio_c: 'hpo_gspo' does not read it"),
-        ("hpo_gspo_token", {"clip_ratio_c": 10.0}, "clip_ratio_c: 'hpo_gspo_token' does not read it"),
+        ("hpo_cispo", {"clip_ratio_c": 10.0}, "clip_ratio_c: the gate 'cispo' does not read it"),
+        ("hpo_gspo", {"clip_ratio_c": 10.0}, "clip_ratio_c: the gate 'gspo' does not read it"),
+        ("hpo_gspo_token", {"clip_ratio_c": 10.0}, "clip_ratio_c: the gate 'gspo_token' does not read it"),
         ("hpo_ppo_clip", {"clip_ratio_c": 1.0}, "clip_ratio_c: expected a ratio > 1"),
         ("hpo_ppo_clip", {"clip_ratio_low": -0.1}, "clip_ratio_low: expected an epsilon >= 0"),
         ("hpo_gspo", {"clip_ratio_high": -0.1}, "clip_ratio_high: expected an epsilon >= 0"),
@@ -308,7 +308,7 @@ def test_register_a_gate_of_your_own():
     expected = run(batch, actor("vanilla", clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=2.0))
     close(run(batch, actor("hpo_mine")), expected)
     for field, value in {"clip_ratio": 0.3, "clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}.items():
-        with pytest.raises(ValueError, match=f"^{field}: 'hpo_mine' does not read it"):
+        with pytest.raises(ValueError, match=f"^{field}: the gate 'ppo_clip' does not read it"):
             call("hpo_mine", config=actor("hpo_mine", **{field: value}))
 
 

@@ -263,6 +263,14 @@ LOG_CLIP, NARROW = gates.LogClip((-0.2, -0.2), (0.2, 0.2)), gates.LogClip((-0.02
 GROUPS = gates.RatioGate("of_groups", LOG_CLIP, levels=(gates.Level(NARROW, unit=gates.Unit.GROUP),))
 
 
+def test_a_correction_of_prompts_needs_all_answers_in_one_micro_batch():
+    hpo_verl.register("hpo_corrected", gates.mis(unit=gates.Unit.GROUP))
+    batch = Rollout()
+    batch.fields["rollout_log_probs"] = batch.fields["old_log_probs"]
+    with pytest.raises(ValueError, match="a micro-batch has 3 of the 4 answers"):
+        updated(batch, actor("hpo_corrected", loss_agg_mode="token-mean"), [[0, 1, 2], [3, 4, 5, 6, 7]])
+
+
 def test_a_level_of_prompts_needs_all_answers_in_one_micro_batch():
     hpo_verl.register("hpo_groups", GROUPS)
     batch, config = Rollout(), actor("hpo_groups", loss_agg_mode="token-mean")

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from .. import aggregation, gates
+from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, check_unread, fractions, packed_rows, padded_rows
+from .micro_batch import check_gate, check_unread, fractions, packed_rows, padded_rows, token_loss
 from .named import VARIABLE, told_gate
 from .replaced import replaced
 
@@ -104,19 +104,13 @@ def grpo_loss_fn(
     advantages, level = input_data["advantages"].float(), "token"
     if told is None and importance_sampling_level == "sequence":
         advantages, level = _row_means(advantages, kept, batch), "row"
-    out = policy_loss(
-        logprobs.float(),
-        (behaviour if use_sapo_loss else proximal).float(),
-        advantages,
-        batch,
-        gate,
-        # AReaL's engine weighs micro-batches by their tokens before a rejection
-        weights=aggregation.token_mean(batch, total=mask.sum(), ranks=1),
-        token_weight=token_weight,
-        rollout_logp=behaviour.float() if gate.reads_rollout else None,
-        advantage_level=level,
-    )
+    # AReaL's engine weighs micro-batches by their tokens before a rejection
+    weights = aggregation.token_mean(batch, total=mask.sum(), ranks=1)
     anchor = behaviour if use_sapo_loss else proximal
+    out = token_loss(
+        logprobs, anchor, advantages, batch, gate, weights, rollout_logp=behaviour, token_weight=token_weight,
+        advantage_level=level,
+    )  # fmt: skip
     _log(actor, out, gate, logprobs.detach(), anchor, behaviour, entropy, mask, input_data)
     return out.loss
 
@@ -125,7 +119,7 @@ def _described(fields: dict[str, Any], positive: float, negative: float, decoupl
     """The gate that AReaL's configuration describes."""
     level, low, high = fields["importance_sampling_level"], fields["eps_clip"], fields["eps_clip_higher"]
     high = low if high is None else high
-    check(level in ("token", "sequence"), "importance_sampling_level: expected token or sequence, got {!r}", level)
+    check_choice("importance_sampling_level", level, ("token", "sequence"))
     if fields["use_sapo_loss"]:
         check(not decoupled, "use_decoupled_loss: SAPO has no proximal policy; set it to false")
         check(level == "token", "importance_sampling_level: hpo_core's SAPO is one of tokens; got {!r}", level)
@@ -209,7 +203,7 @@ def _trainer() -> Any:
     def create(self: Any, actor_config: Any, alloc: Any) -> Any:
         """AReaL takes the actor's class from its own modules; workers find the gate in their environment."""
         kinds = {"fsdp": "FSDPPPOActor", "megatron": "MegatronPPOActor", "archon": "ArchonPPOActor"}
-        check(alloc.backend in kinds, "backend: expected one of {}, got {!r}", ", ".join(kinds), alloc.backend)
+        check_choice("backend", alloc.backend, kinds)
         if os.environ.get(VARIABLE):
             told = told_gate()
             assert told is not None

@@ -17,8 +17,7 @@ import torch
 
 from ..checks import check
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, packed_rows
+from .micro_batch import check_gate, packed_rows, token_loss
 from .named import named_gate
 from .replaced import after_import
 
@@ -56,8 +55,7 @@ def loss_fn(
     logp, old, advantages, weights = (
         each.flatten().float() for each in (new_logprobs, old, given.advantages, given.weights)
     )
-    out = policy_loss(logp, old, advantages, batch, gate, weights=logp.new_ones(batch.rows), token_weight=weights,
-                      advantage_level="token")  # fmt: skip
+    out = token_loss(logp, old, advantages, batch, gate, logp.new_ones(batch.rows), token_weight=weights)
     count, aligned = given.denominator(mask.float(), reduction), given.aligned_entropies(entropies)
     entropy = None if aligned is None else torch.where(mask, aligned * given.weights, 0.0).sum() / count
     seen = ours.compute_probs_corr(torch.where(mask, given.old_logprobs, torch.nan), new_logprobs)

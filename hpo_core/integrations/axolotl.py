@@ -55,7 +55,7 @@ class HPOPlugin(BasePlugin):  # type: ignore[misc]
         ours = f"{__name__}.HPOAxolotlTrainer"
         check(cfg.trainer_cls in (None, ours), "trainer_cls: hpo: takes its place, got {!r}", cfg.trainer_cls)
         check(
-            not (cfg.context_parallel_size or 1) > 1,
+            (cfg.context_parallel_size or 1) <= 1,
             "context_parallel_size: TRL's loss sees whole completions, expected 1, got {}",
             cfg.context_parallel_size,
         )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from .. import aggregation
+from .. import aggregation, gates
+from ..arguments import check_choice
 from ..batch import PackedBatch
-from ..checks import check
+from ..checks import check, require_type
 from ..gates import RatioGate
+from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, SLOTS, Metrics
 from ..specs import Head, Unit
 from .turns import turns
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+_DUAL = "clipped_high_negative"
 
 
 def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_policy: str = "") -> None:
@@ -30,14 +35,13 @@ def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_polic
         ValueError: a gate with a level of groups or domains that the micro-batch does not know, or with inputs of its
             own, or that corrects the sampler where there is no other policy.
     """
-    for level in gate.levels:
-        known = level.unit in (Unit.STEP, Unit.TRAJECTORY) or (groups and level.unit is Unit.GROUP)
+    for unit in sorted(gate.units):
         check(
-            known,
-            "gate: {!r} has a level of {}s, and {} tells its loss {}; take a gate of tokens, steps or trajectories, or "
-            "call hpo_core.policy_loss in a loop of your own",
+            unit in (Unit.STEP, Unit.TRAJECTORY) or (groups and unit is Unit.GROUP),
+            "gate: {!r} works on the level of {}s, and {} tells its loss {}; take a gate of tokens, steps or "
+            "trajectories, or call hpo_core.policy_loss in a loop of your own",
             gate.name,
-            level.unit.name.lower(),
+            unit.name.lower(),
             trainer,
             "prompts but no domains" if groups else "no prompts",
         )
@@ -53,6 +57,17 @@ def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_polic
         "gate: {!r} corrects what sampler and old policy differ by, and {}; take the gate that it corrects",
         gate.name,
         one_policy,
+    )
+
+
+def check_registered(gate: Any, config: str) -> None:
+    """That a registry gets a gate, or a function of the trainer's ``config``, which constructors of gates are not."""
+    is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
+    require_type(
+        isinstance(gate, RatioGate) or (callable(gate) and not is_constructor),
+        "gate: expected a RatioGate, or a function of {} that returns one, got {}",
+        config,
+        gate,
     )
 
 
@@ -84,7 +99,7 @@ def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: s
     )
 
 
-def padded_rows(mask: torch.Tensor, gate: RatioGate) -> PackedBatch:
+def padded_rows(mask: torch.Tensor, gate: RatioGate, group_ids: torch.Tensor | None = None) -> PackedBatch:
     """Rows ``[B, L]`` as a batch; ``mask`` is of any dtype. The steps, for gates that have a level of them, are the
     runs of valid tokens.
 
@@ -93,7 +108,7 @@ def padded_rows(mask: torch.Tensor, gate: RatioGate) -> PackedBatch:
     tensor([0, 0])
     """
     valid = mask if mask.dtype is torch.bool else mask != 0
-    return PackedBatch.from_padded(valid, steps=turns(valid) if _has_steps(gate) else None)
+    return PackedBatch.from_padded(valid, steps=turns(valid) if Unit.STEP in gate.units else None, group_ids=group_ids)
 
 
 def packed_rows(
@@ -107,7 +122,7 @@ def packed_rows(
     """
     valid = mask if mask.dtype is torch.bool else mask != 0
     steps = None
-    if _has_steps(gate):
+    if Unit.STEP in gate.units:
         begins = torch.zeros_like(valid)
         begins[cu_seqlens[:-1][cu_seqlens[:-1] < len(valid)].long()] = True
         before, behind = torch.nn.functional.pad(valid, (1, -1)), torch.nn.functional.pad(valid, (-1, 1))
@@ -117,8 +132,36 @@ def packed_rows(
     return PackedBatch(cu_seqlens, valid, steps=steps, group_ids=group_ids, validate=False)
 
 
-def _has_steps(gate: RatioGate) -> bool:
-    return any(level.unit is Unit.STEP for level in gate.levels)
+def token_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    gate: RatioGate,
+    weights: torch.Tensor,
+    *,
+    rollout_logp: torch.Tensor | None = None,
+    advantage_level: str = "token",
+    **options: Any,
+) -> PolicyLoss:
+    """:func:`~hpo_core.policy_loss` of tensors of any precision; the sampler is read where the gate asks for it."""
+    return policy_loss(
+        logp.float(),
+        None if old_logp is None else old_logp.float(),
+        advantages.float(),
+        batch,
+        gate,
+        weights=weights,
+        rollout_logp=rollout_logp.float() if gate.reads_rollout and rollout_logp is not None else None,
+        advantage_level=advantage_level,
+        **options,
+    )
+
+
+def clip_slots(gate: RatioGate) -> list[str]:
+    """The slots of the metrics that count clipped tokens, without a dual clip, which only linear heads have."""
+    slots = [slot for slot in SLOTS if slot.startswith("clipped_")]
+    return [slot for slot in slots if slot != _DUAL] if gate.head is Head.LINEAR else slots
 
 
 def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
@@ -132,20 +175,27 @@ def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
     """
     count = dict(zip(SLOTS, metrics.vector.tolist(), strict=True))
     tokens = max(count["tokens"], 1.0)
-    clipped = sum(count[slot] for slot in SLOTS if slot.startswith("clipped_"))
-    dual = count["clipped_high_negative"] if gate.head is Head.LINEAR else 0.0
+    slots = clip_slots(gate)
     return {
         "tokens": count["tokens"],
-        "clipped": (clipped - dual) / tokens,
-        "dual_clipped": dual / tokens,
+        "clipped": sum(count[slot] for slot in slots) / tokens,
+        "dual_clipped": 0.0 if _DUAL in slots else count[_DUAL] / tokens,
         "kl": -count["log_ratio_sum"] / tokens,
         **{name: count[name] for name in FLAGS if count[name]},
     }
 
 
+def warn_of_flags(seen: Mapping[str, float]) -> None:
+    """The error counters among :func:`fractions`, once each, where the trainer's log has no place for them."""
+    for name in FLAGS:
+        if name in seen:
+            warnings.warn(f"hpo_core.policy_loss: {name}: {FLAGS[name]}", stacklevel=2)
+
+
 def weights_of(mode: str, batch: PackedBatch, tokens: Any, rows: Any, length: int) -> torch.Tensor:
     """``[B]``: the denominator of one of verl's :data:`MODES`, which others took over, for these numbers of tokens and
     rows."""
+    check_choice("loss_agg_mode", mode, MODES)
     if mode == "token-mean":
         return aggregation.token_mean(batch, total=tokens, ranks=1)
     if mode == "seq-mean-token-sum":

@@ -20,11 +20,11 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.ms_swift needs ms-swift 4.6: pip install ms-swift") from error
 
 from .. import aggregation, gates, kl
+from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows
+from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows, token_loss
 
 __all__ = ["HPOSwiftTrainer", "use"]
 
@@ -53,8 +53,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         self._check_arguments()
 
     def _check_arguments(self) -> None:
-        kinds = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "sapo")
-        check(self.loss_type in kinds, "loss_type: expected one of {}, got {!r}", ", ".join(kinds), self.loss_type)
+        check_choice("loss_type", self.loss_type, ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "sapo"))
         check(not self.use_liger_loss, "use_liger_kernel: Liger's loss takes the place of any other; set it to false")
         check(not self.sdar_loss_coef > 0, "sdar_loss_coef: no distillation beside hpo_core's loss; set it to 0")
         if self.gate is None:
@@ -89,7 +88,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
             return gates.ppo_clip(self.epsilon_low, self.epsilon_high, ratio_dual=delta)
         check(delta is None, "delta: hpo_core's gates of sequences have no dual clip; leave it out")
         make = {"sequence": gates.gspo, "sequence_token": gates.gspo_token}
-        check(level in make, "importance_sampling_level: expected token, {}, got {!r}", ", ".join(make), level)
+        check_choice("importance_sampling_level", level, ("token", *make))
         return make[level](self.epsilon_low, self.epsilon_high)
 
     def _compute_loss_and_metrics(
@@ -115,20 +114,12 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         old, weight = grpo_batch.old_per_token_logps, self._sampler_weight
         penalty = kl.k3(self.beta) if self.beta and not self.kl_in_reward else None
         threshold = metrics["entropy"].get("entropy_threshold")
-        out = policy_loss(
-            logp.float(),
-            None if old is None else old.float(),
-            grpo_batch.advantages.float(),
-            batch,
-            gate,
-            weights=self._weights(batch, grpo_batch),
-            ref_logp=None if penalty is None else grpo_batch.ref_per_token_logps.float(),
-            kl=penalty,
+        out = token_loss(
+            logp, old, grpo_batch.advantages, batch, gate, self._weights(batch, grpo_batch), rollout_logp=rollout,
+            ref_logp=None if penalty is None else grpo_batch.ref_per_token_logps.float(), kl=penalty,
             token_mask=None if threshold is None or entropy is None else entropy.detach() >= threshold,
             token_weight=None if weight is None else weight.expand_as(logp).float(),
-            rollout_logp=rollout.float() if gate.reads_rollout and rollout is not None else None,
-            advantage_level="token",
-        )
+        )  # fmt: skip
         loss = out.loss
         if metrics["mode"] == "train" and chord is not None:
             loss = grpo_trainer.compute_chord_loss(self, grpo_loss=loss)

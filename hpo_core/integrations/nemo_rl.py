@@ -26,8 +26,8 @@ except ImportError as error:
 from .. import aggregation, kl
 from ..checks import check
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, fractions, padded_rows
+from ..metrics import FLAGS
+from .micro_batch import check_gate, fractions, padded_rows, token_loss
 from .named import named_gate
 
 __all__ = ["HPOLossFn"]
@@ -71,6 +71,7 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             "token_mult_prob_error": MetricNormalizer.TOKENS,
             **dict.fromkeys(("hpo/clipped", "hpo/dual_clipped", "hpo/kl"), MetricNormalizer.TOKENS),
             "num_valid_samples": MetricNormalizer.NONE,
+            **dict.fromkeys((f"hpo/{name}" for name in FLAGS), MetricNormalizer.NONE),
         }
 
     def __call__(
@@ -90,18 +91,11 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             weights = aggregation.token_mean(batch, total=global_valid_toks, ranks=1)
         else:
             weights = aggregation.seq_mean_token_mean(batch, total=global_valid_seqs, ranks=1)
-        out = policy_loss(
-            next_token_logprobs.float(),
-            old.float(),
-            data["advantages"][:, 1:].float(),
-            batch,
-            self.gate,
-            weights=weights,
-            ref_logp=data["reference_policy_logprobs"][:, 1:].float() if self.kl else None,
-            kl=self.kl,
-            rollout_logp=rollout.float() if self.gate.reads_rollout else None,
-            advantage_level="token",
-        )
+        ref = data["reference_policy_logprobs"][:, 1:].float() if self.kl else None
+        out = token_loss(
+            next_token_logprobs, old, data["advantages"][:, 1:], batch, self.gate, weights, rollout_logp=rollout,
+            ref_logp=ref, kl=self.kl,
+        )  # fmt: skip
         seen = fractions(out.metrics, self.gate)
         # NeMo-RL adds what micro-batches report, each over the count of the step; it warns about a mean above 1.05
         share = seen.pop("tokens") / max(float(global_valid_toks), 1.0)
@@ -112,4 +106,5 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             "token_mult_prob_error": float(error),
             **{f"hpo/{name}": seen[name] * share for name in ("clipped", "dual_clipped", "kl")},
             "num_valid_samples": float(sampled.sum()),
+            **{f"hpo/{name}": seen.get(name, 0.0) for name in FLAGS},
         }

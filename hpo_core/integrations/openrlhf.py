@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from .. import aggregation, gates
+from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import Clip, Drop, Level, RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, check_unread, fractions, padded_rows
+from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss, warn_of_flags
 from .named import VARIABLE, named_gate, told_gate
 
 __all__ = ["HPOPolicyLoss", "install", "launch"]
@@ -74,7 +74,7 @@ class HPOPolicyLoss(torch.nn.Module):
             told = RatioGate("gspo", Drop(), (Level(clip),), source="OpenRLHF; arXiv 2507.18071")
             self.per_token, self.anchors_sampler = False, is_correction_level != "off"
         else:
-            check(policy_loss_type == "ppo", "policy_loss_type: expected ppo or gspo, got {!r}", policy_loss_type)
+            check_choice("policy_loss_type", policy_loss_type, ("ppo", "gspo"))
             told = gates.ppo_clip(clip_eps_low, clip_eps_high, ratio_dual=dual_clip)
         check_gate(told, "OpenRLHF")
         _check_correction(is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold)
@@ -119,18 +119,12 @@ class HPOPolicyLoss(torch.nn.Module):
         if self.anchors_sampler:
             assert rollout_log_probs is not None
             anchor = rollout_log_probs
-        out = policy_loss(
-            log_probs.float(),
-            anchor.float(),
-            advantages.float(),
-            batch,
-            gate,
-            weights=weights,
+        out = token_loss(
+            log_probs, anchor, advantages, batch, gate, weights, rollout_logp=rollout_log_probs,
             token_weight=token_weight,
-            rollout_logp=rollout_log_probs.float() if gate.reads_rollout and rollout_log_probs is not None else None,
-            advantage_level="token",
-        )
+        )  # fmt: skip
         seen = fractions(out.metrics, gate)
+        warn_of_flags(seen)
         clipped, kl = torch.tensor([seen["clipped"], seen["kl"]], device=log_probs.device).unbind()
         if self.anchors_sampler:  # the name in OpenRLHF's log is the KL to the old policy
             kl = torch.where(mask, old_log_probs - log_probs.detach(), 0.0).sum() / mask.sum().clamp(min=1)
@@ -141,7 +135,7 @@ def _check_correction(level: str, mode: str, gating: str, threshold: Any) -> Non
     """What OpenRLHF's own constructor refuses."""
     kinds = {"level": ("off", "token", "seq"), "mode": ("mask", "clip"), "gating": ("ratio", "binary_kl", "tv")}
     for (name, known), value in zip(kinds.items(), (level, mode, gating), strict=True):
-        check(value in known, "is_correction_{}: expected one of {}, got {!r}", name, ", ".join(known), value)
+        check_choice(f"is_correction_{name}", value, known)
     check(
         mode == "mask" or (level != "seq" and gating == "ratio"),
         "is_correction_mode: 'clip' is of the ratios of tokens, got is_correction_level={} and is_correction_gating={}",

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, padded_rows
+from .micro_batch import check_gate, clip_slots, padded_rows, token_loss
 from .named import named_gate
 
 __all__ = ["loss"]
@@ -38,23 +37,17 @@ def loss(inputs: Any, gate: str = "dppo_tv(low=0.2, high=0.2)", kl_tau: float = 
     made = _gate(gate)
     logp, old, mask = inputs.trainer_logprobs, inputs.inference_logprobs, inputs.loss_mask
     weight = inputs.loss_weights
-    out = policy_loss(
-        logp[None].float(),
-        old[None].float(),
-        adv_tau * inputs.advantages[None].float(),
-        padded_rows(mask[None], made),
-        made,
-        weights=torch.ones(1, device=logp.device),
+    out = token_loss(
+        logp[None], old[None], adv_tau * inputs.advantages[None].float(), padded_rows(mask[None], made), made,
+        torch.ones(1, device=logp.device), rollout_logp=old[None],
         token_weight=None if weight is None else weight[None].float(),
-        rollout_logp=old[None].float() if made.reads_rollout else None,
-        advantage_level="token",
-    )
+    )  # fmt: skip
     total = out.loss
     if kl_tau:
         squared = torch.where(mask, logp - old, 0.0).float().square()
         total = total + kl_tau * (squared if weight is None else torch.where(mask, weight, 0.0) * squared).sum()
     tokens = out.metrics["tokens"].clamp(min=1)
-    clipped = sum(out.metrics[f"clipped_{each}"] for each in ("high_positive", "low_positive", "low_negative"))
+    clipped = sum(out.metrics[slot] for slot in clip_slots(made))
     metrics = {
         "hpo/clipped": clipped / tokens,
         "hpo/log_ratio": out.metrics["log_ratio_sum"] / tokens,

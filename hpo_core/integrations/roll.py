@@ -20,8 +20,7 @@ except ImportError as error:
 from .. import gates, kl
 from ..checks import check
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import MODES, check_gate, check_unread, fractions, padded_rows, weights_of
+from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss, weights_of
 from .named import told_gate
 
 __all__ = ["HPOActorWorker"]
@@ -59,20 +58,12 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         batch = padded_rows(mask, gate)
         tokens = data.meta_info["batch_num_tokens"]["response_mask"]
         samples = data.meta_info["global_valid_samples"]["response_mask"]
-        mode = config.loss_agg_mode
-        check(mode in MODES, "loss_agg_mode: expected one of {}, got {!r}", ", ".join(MODES), mode)
-        weights = weights_of(mode, batch, tokens, samples, mask.shape[-1])
-        out = policy_loss(
-            logp.float(),
-            old.float(),
-            rows["advantages"].float(),
-            batch,
-            gate,
-            weights=weights,
+        weights = weights_of(config.loss_agg_mode, batch, tokens, samples, mask.shape[-1])
+        out = token_loss(
+            logp, old, rows["advantages"], batch, gate, weights,
             kl=kl.k3(config.kl_loss_coef) if config.use_kl_loss else None,
             ref_logp=rows["ref_log_probs"].float() if config.use_kl_loss else None,
-            advantage_level="token",
-        )
+        )  # fmt: skip
         total = out.loss
         if config.entropy_loss_coef > 0:
             entropy = self.strategy.op_compute_entropy(logits=output_tensor, attention_mask=rows["response_mask"])

@@ -32,9 +32,8 @@ except ImportError as error:
 from .. import advantages, gates
 from ..checks import check, require_type
 from ..gates import RatioGate
-from ..losses import policy_loss
 from ..specs import Head, Penalty
-from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows
+from .micro_batch import check_gate, check_registered, check_sampler, check_unread, fractions, padded_rows, token_loss
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages, settings_of
 
 __all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
@@ -65,11 +64,7 @@ def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend
         ValueError: a gate that needs what SkyRL does not tell its loss, or one with a term that does not grow with the
             advantage: SkyRL's advantages carry the denominator of the loss, and such a term would lack it.
     """
-    require_type(
-        isinstance(gate, RatioGate) or callable(gate),
-        "gate: expected a RatioGate, or a function of SkyRL's AlgorithmConfig that returns one, got {}",
-        gate,
-    )
+    check_registered(gate, "SkyRL's AlgorithmConfig")
     if isinstance(gate, RatioGate):
         _check(gate)
     PolicyLossRegistry._functions.pop(name, None)
@@ -122,19 +117,11 @@ def _policy_loss(
         sampler = None if rollout_logprobs is None else torch.where(valid, rollout_logprobs, 0.0).float()
         weight, kept, seen = apply_off_policy_correction(torch.ones_like(old), old, sampler, mask, corrected)
         batch = padded_rows(mask, gate)
-        out = policy_loss(
-            log_probs.float(),
-            old,
-            advantages.float(),
-            batch,
-            gate,
-            weights=torch.ones(batch.rows, device=old.device),
+        out = token_loss(
+            log_probs, old, advantages, batch, gate, torch.ones(batch.rows, device=old.device), rollout_logp=sampler,
             token_mask=(kept != 0).expand(valid.shape),  # levels aggregate what SkyRL's masks drop, too
-            token_weight=weight.float() if corrected.tis_ratio_type is not None else None,
-            rollout_logp=sampler if gate.reads_rollout else None,
-            advantage_level="token",
-            backend=backend,
-        )
+            token_weight=weight.float() if corrected.tis_ratio_type is not None else None, backend=backend,
+        )  # fmt: skip
     found = fractions(out.metrics, gate)
     clipped = found.pop("clipped")
     return out.loss, {"clip_ratio": clipped, **{f"hpo/{name}": value for name, value in found.items()}, **seen}

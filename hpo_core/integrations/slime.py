@@ -19,8 +19,7 @@ import torch
 from .. import gates
 from ..checks import check
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, check_unread, packed_rows
+from .micro_batch import check_gate, check_unread, clip_slots, packed_rows, token_loss
 from .named import told_gate
 
 __all__ = ["loss"]
@@ -46,7 +45,7 @@ def loss(
     told = told_gate()
     gate = _described(args) if told is None else told
     if told is not None:
-        check_unread(told, "slime", {name: getattr(args, name) for name in _UNSET}, _UNSET)
+        check_unread(told, "slime", {name: getattr(args, name) for name in _UNSET}, _UNSET, " or take HPO_GATE away")
     check_gate(gate, "slime")
     check(
         not (gate.needs_rollout and args.use_tis),
@@ -87,18 +86,11 @@ def loss(
         )
         token_weight, kept = factor[0].float(), torch.cat(factor[1]) != 0
         logged = {name: sum_of_sample_mean(value) for name, value in factor[2].items()}
-    out = policy_loss(
-        logp,
-        old,
-        torch.cat(batch["advantages"]).float(),
-        rows,
-        gate,
-        weights=weights,
-        token_mask=kept,
+    sampler = torch.cat(batch["rollout_log_probs"]) if gate.reads_rollout else None
+    out = token_loss(
+        logp, old, torch.cat(batch["advantages"]), rows, gate, weights, rollout_logp=sampler, token_mask=kept,
         token_weight=token_weight,
-        rollout_logp=torch.cat(batch["rollout_log_probs"]).float() if gate.reads_rollout else None,
-        advantage_level="token",
-    )
+    )  # fmt: skip
     entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
     total = out.loss - args.entropy_coef * entropy
     if args.use_kl_loss:
@@ -112,7 +104,7 @@ def loss(
         total = total + 0 * logits.sum()
     # slime divides what is logged as it divides the loss
     share = (weights * rows.row_counts).sum() / out.metrics["tokens"].clamp(min=1)
-    clipped = sum(out.metrics[f"clipped_{each}"] for each in ("high_positive", "low_positive", "low_negative"))
+    clipped = sum(out.metrics[slot] for slot in clip_slots(gate))
     return total, {
         "loss": total.detach(),
         "pg_loss": out.loss.detach(),

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from .. import aggregation
+from ..arguments import check_choice
 from ..checks import check, require_type
 from ..gates import RatioGate
-from ..losses import policy_loss
 from ..segments import ids_of
 from ..specs import Unit
-from .micro_batch import check_gate, fractions, packed_rows
+from .micro_batch import check_gate, fractions, packed_rows, token_loss
 from .named import named_gate
 
 __all__ = ["custom_loss"]
@@ -42,14 +42,14 @@ def custom_loss(
         ValueError: a gate that needs what datums do not tell.
     """
     made = named_gate(gate)
-    grouped = any(level.unit is Unit.GROUP for level in made.levels)
+    grouped = Unit.GROUP in made.units
     check_gate(made, "Tinker", groups=prompts is not None, one_policy="a datum has one old policy")
-    check(reduction in ("sum", "mean"), "reduction: expected sum or mean, got {!r}", reduction)
+    check_choice("reduction", reduction, ("sum", "mean"))
 
     def loss(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         pairs = zip(data, logprobs, strict=True)
         told = [{"mask": torch.ones_like(each), **datum.loss_fn_inputs} for datum, each in pairs]
-        old, advantages = _field(told, "logprobs").float(), _field(told, "advantages").float()
+        old, advantages = _field(told, "logprobs"), _field(told, "advantages")
         mask = _field(told, "mask") != 0
         lengths = torch.tensor([0, *(len(each) for each in logprobs)], device=old.device)
         ids = None
@@ -64,17 +64,8 @@ def custom_loss(
             weights = torch.ones(batch.rows, device=old.device)
         else:
             weights = aggregation.token_mean(batch, ranks=1)
-        out = policy_loss(
-            torch.cat([each.reshape(-1) for each in logprobs]).float(),
-            old,
-            advantages,
-            batch,
-            made,
-            weights=weights,
-            rollout_logp=old if made.reads_rollout else None,
-            advantage_level="token",
-            backend=backend,
-        )
+        logp = torch.cat([each.reshape(-1) for each in logprobs])
+        out = token_loss(logp, old, advantages, batch, made, weights, rollout_logp=old, backend=backend)
         seen = fractions(out.metrics, made)
         return out.loss, {f"hpo/{name}:{'sum' if name == 'tokens' else 'mean'}": seen[name] for name in seen}
 

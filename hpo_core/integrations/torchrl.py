@@ -17,8 +17,7 @@ except ImportError as error:
 from .. import aggregation, gates
 from ..checks import check
 from ..gates import RatioGate
-from ..losses import policy_loss
-from .micro_batch import check_gate, padded_rows
+from .micro_batch import check_gate, clip_slots, padded_rows, token_loss
 from .named import named_gate
 
 __all__ = ["HPOLoss"]
@@ -75,17 +74,9 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
         logp, mask = self._scored
         batch = padded_rows(mask, self.gate)
         per_row = self.aggregation == "prompt_mean"
-        old = (logp - log_weight.squeeze(-1)).detach().float()
-        out = policy_loss(
-            logp.float(),
-            old,
-            advantage.squeeze(-1).float(),
-            batch,
-            self.gate,
-            weights=(aggregation.seq_mean_token_mean if per_row else aggregation.token_mean)(batch, ranks=1),
-            rollout_logp=old if self.gate.reads_rollout else None,
-            advantage_level="token",
-        )
-        clipped = sum(out.metrics[f"clipped_{each}"] for each in ("high_positive", "low_positive", "low_negative"))
+        old = (logp - log_weight.squeeze(-1)).detach()
+        weights = (aggregation.seq_mean_token_mean if per_row else aggregation.token_mean)(batch, ranks=1)
+        out = token_loss(logp, old, advantage.squeeze(-1), batch, self.gate, weights, rollout_logp=old)
+        clipped = sum(out.metrics[slot] for slot in clip_slots(self.gate))
         fraction = (clipped / out.metrics["tokens"].clamp(min=1)).to(log_weight.dtype)
         return out.loss.to(log_weight.dtype).expand_as(log_weight), fraction

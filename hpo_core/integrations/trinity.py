@@ -20,9 +20,8 @@ try:
 except ImportError as error:
     raise ImportError("hpo_core.integrations.trinity needs Trinity-RFT 0.6: pip install trinity-rft") from error
 
-from ..checks import check
-from ..losses import policy_loss
-from .micro_batch import MODES, check_gate, fractions, padded_rows, weights_of
+from ..arguments import check_choice
+from .micro_batch import MODES, check_gate, fractions, padded_rows, token_loss, weights_of
 from .named import named_gate
 
 __all__ = ["HPOPolicyLossFn"]
@@ -42,7 +41,7 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
 
     def __init__(self, backend: str = "verl", gate: str = "ppo_clip", loss_agg_mode: str = "token-mean") -> None:
         super().__init__(backend=backend)
-        check(loss_agg_mode in MODES, "loss_agg_mode: expected one of {}, got {!r}", ", ".join(MODES), loss_agg_mode)
+        check_choice("loss_agg_mode", loss_agg_mode, MODES)
         self.gate, self.loss_agg_mode = named_gate(gate), loss_agg_mode
         check_gate(self.gate, "Trinity-RFT", one_policy="Trinity-RFT tells its loss no sampler")
 
@@ -58,14 +57,8 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
         batch = padded_rows(action_mask, self.gate)
         # Trinity-RFT counts rows without tokens, too.
         counts = (batch.row_counts.sum(), batch.rows, action_mask.shape[-1])
-        out = policy_loss(
-            logprob.float(),
-            old_logprob.float(),
-            advantages.float(),
-            batch,
-            self.gate,
-            weights=weights_of(self.loss_agg_mode, batch, *counts),
-            advantage_level="token",
+        out = token_loss(
+            logprob, old_logprob, advantages, batch, self.gate, weights_of(self.loss_agg_mode, batch, *counts)
         )
         seen = fractions(out.metrics, self.gate)
         names = {"clipped": "pg_clipfrac", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}

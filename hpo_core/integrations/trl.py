@@ -157,10 +157,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             "log-probabilities differ by, and TRL would do it again",
             gate.name,
         )
-        units = {level.unit for level in gate.levels}
-        units |= {correction.unit for correction in gate.corrections if correction.unit is not None}
         check(
-            (Unit.DOMAIN in units) == (domain is not None),
+            (Unit.DOMAIN in gate.units) == (domain is not None),
             "domain: the gate {!r} has a level of domains; name the dataset's column that tells them apart"
             if domain is None
             else "domain: no level of the gate {!r} is one of domains; drop it",
@@ -172,7 +170,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
                 give_head(whole.get_base_model() if hasattr(whole, "get_base_model") else whole, backend)
         self._hpo = Settings(
             gate, kl, advantage, steps, domain, window, entropy, entropy_penalty, gate_inputs, backend,
-            self.accelerator.num_processes, frozenset(units),
+            self.accelerator.num_processes,
         )  # fmt: skip
 
     def _has_sampler(self) -> bool:
@@ -197,7 +195,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         They are made here, before rows are shuffled into micro-batches, where most prompt groups are no longer whole.
         """
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        _, _, advantage, steps, domain, window, entropy, _, _, backend, _, units = self._hpo
+        gate, _, advantage, steps, domain, window, entropy, _, _, backend, _ = self._hpo
         rows = len(output["completion_ids"])
         own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
         size = self.num_generations if self.model.training else self.num_generations_eval
@@ -206,7 +204,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             output["advantages"] = self._advantages_of_steps(mask_of(output), groups[own], own)
         elif advantage is not None:
             output["advantages"] = self._advantages(advantage, groups)[own]
-        if advantage is not None or Unit.GROUP in units:
+        if advantage is not None or Unit.GROUP in gate.units:
             output["group_ids"] = groups[own]
         if domain is not None:
             output["domain_ids"] = domain_ids_of(domain, inputs, groups.device)
@@ -324,11 +322,11 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             inputs: TRL's micro-batch: masks, advantages, and what else was computed when it was generated.
             aux_loss: 0-dim, the load balancing of a mixture of experts; only logged.
         """
-        gate, kl, _, _, _, window, _, _, gate_inputs, backend, _, units = self._hpo
+        gate, kl, _, _, _, window, _, _, gate_inputs, backend, _ = self._hpo
         mask = mask_of(inputs)
         batch = PackedBatch.from_padded(
             mask,
-            steps=turns(mask) if Unit.STEP in units else None,
+            steps=turns(mask) if Unit.STEP in gate.units else None,
             group_ids=inputs.get("group_ids"),
             domain_ids=inputs.get("domain_ids"),
         )
@@ -373,7 +371,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             token_weight=None if token_weight is None else token_weight.expand_as(logps),
             advantage_level="token" if advantages.dim() == 2 else "row",
             report=reported(gate),
-            process_group=self._ranks() if _SPANNING.intersection(level.unit for level in gate.levels) else None,
+            process_group=self._ranks() if _SPANNING & gate.units else None,
             backend=backend,
         )
         self._log_loss(found, logps.detach(), batch, advantages, inputs, aux_loss)
@@ -425,7 +423,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         aux_loss: torch.Tensor | None,
     ) -> None:
         """TRL's own keys with TRL's own definitions, and ours: one gather over processes, one copy to the host."""
-        gate, kl, *_, processes, _ = self._hpo
+        gate, kl, *_, processes = self._hpo
         old_logps = inputs.get("old_per_token_logps")
         log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
         assert batch.mask is not None

@@ -8,6 +8,7 @@ from typing import Any
 from trl import GRPOConfig  # type: ignore[attr-defined,import-not-found,unused-ignore]
 
 from .. import gates
+from ..arguments import check_choice
 from ..checks import check
 from ..gates import Clip, Drop, Level, RatioGate
 from ..specs import Head
@@ -46,10 +47,9 @@ def gate_from_config(args: Any) -> RatioGate:
 
 
 def _gate(args: Any) -> RatioGate:
-    levels = ("token", "sequence")
     kind, level = args.loss_type, args.importance_sampling_level
-    check(kind in KNOWN, "loss_type: expected one of {}, got {!r}", ", ".join(KNOWN), kind)
-    check(level in levels, "importance_sampling_level: expected one of {}, got {!r}", ", ".join(levels), level)
+    check_choice("loss_type", kind, KNOWN)
+    check_choice("importance_sampling_level", level, ("token", "sequence"))
     check(
         level == "token" or kind not in ("sapo", "vespo"),
         "importance_sampling_level: expected 'token' with loss_type={!r}, got {!r}; pass gate=",
@@ -89,7 +89,7 @@ def check_config(args: Any, given: list[str]) -> None:
     for argument in given:
         for name in REPLACED[argument]:
             check_default(name, f"{argument}= replaces it")
-    check(args.loss_type in KNOWN, "loss_type: expected one of {}, got {!r}", ", ".join(KNOWN), args.loss_type)
+    check_choice("loss_type", args.loss_type, KNOWN)
     check(
         args.loss_type != "vespo"
         or "gate" in given

@@ -12,7 +12,6 @@ from ..entropy import EntropyWindow
 from ..gates import RatioGate
 from ..kl import KLPenalty
 from ..segments import ids_of
-from ..specs import Unit
 from .entropy_methods import SELECTED, MakesPenalty, MakesSelection
 from .needs import MakesInputs
 from .turns import Step
@@ -49,7 +48,6 @@ class Settings(NamedTuple):
     gate_inputs: MakesInputs | None
     backend: str | None
     processes: int
-    units: frozenset[Unit]  # of the gate's levels and corrections
 
 
 def domain_ids_of(column: str, inputs: list[dict[str, Any]], device: torch.device) -> torch.Tensor:

@@ -38,10 +38,9 @@ from ..losses import policy_loss
 from ..metrics import FLAGS, Metrics
 from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
-from .micro_batch import fractions
+from .micro_batch import check_registered, check_unread, fractions, padded_rows
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator
-from .turns import turns
 from .verl_head import install_loss_head
 from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_by
 from .verl_steps import (
@@ -117,12 +116,7 @@ def register(
         ValueError: a gate with a level of domains, which no micro-batch holds; one that needs inputs which
             ``gate_inputs`` does not make.
     """
-    is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
-    require_type(
-        isinstance(gate, RatioGate) or (callable(gate) and not is_constructor),
-        "gate: expected a RatioGate, or a function of verl's ActorConfig that returns one, got {}",
-        gate,
-    )
+    check_registered(gate, "verl's ActorConfig")
     if isinstance(entropy, EntropyWindow):
         entropy = functools.partial(selected_by, entropy)
     if entropy is not None:
@@ -138,7 +132,7 @@ def register(
     GROUPED.discard(name)
     if entropy is not None:
         METHODS[name] = entropy
-    if isinstance(gate, RatioGate) and _has_groups(gate):
+    if isinstance(gate, RatioGate) and Unit.GROUP in gate.units:
         GROUPED.add(name)
     if loss.reads_rows():
         install()
@@ -163,12 +157,8 @@ class _Loss(NamedTuple):
 
     def reads_rows(self) -> bool:
         """More than verl tells its losses. A function of the configuration may make such a gate, too."""
-        of_gate = isinstance(self.gate, RatioGate) and (self.gate.reads_rollout or _has_groups(self.gate))
+        of_gate = isinstance(self.gate, RatioGate) and (self.gate.reads_rollout or Unit.GROUP in self.gate.units)
         return of_gate or self.reads_own_entropies() or self.entropy is not None or self.kl is not None
-
-
-def _has_groups(gate: RatioGate) -> bool:
-    return any(level.unit is Unit.GROUP for level in gate.levels)
 
 
 def _policy_loss(
@@ -185,8 +175,7 @@ def _policy_loss(
     """What verl calls, by keyword: tensors ``[B, L]``; the loss is scaled for engines that average over ranks."""
     check(config is not None, "config: expected verl's ActorConfig, got None")
     if isinstance(loss.gate, RatioGate):
-        gate = loss.gate
-        _refuse(loss.name, config, *_UNSET)
+        gate = _unread(loss.gate, config, *_UNSET)
     else:
         gate = loss.gate(config)
         require_type(
@@ -201,9 +190,8 @@ def _policy_loss(
         gate.name,
     )
     selection, entropy = micro_batch.selection() if loss.entropy is not None else None, micro_batch.entropy
-    steps = turns(response_mask != 0) if any(level.unit is Unit.STEP for level in gate.levels) else None
-    group_ids = micro_batch.group_ids(loss.name, response_mask.device) if _has_groups(gate) else None
-    batch = PackedBatch.from_padded(response_mask != 0, steps=steps, group_ids=group_ids)  # masks are of any dtype
+    group_ids = micro_batch.group_ids(loss.name, response_mask.device) if Unit.GROUP in gate.units else None
+    batch = padded_rows(response_mask, gate, group_ids)
     given = None
     if loss.gate_inputs is not None:
         given = made_inputs(
@@ -270,7 +258,7 @@ def _check_gate(gate: RatioGate, loss: _Loss) -> None:
     selected = () if loss.entropy is None else ("bounds",)
     check_needs(gate, loss.gate_inputs, _AVAILABLE, sampler="", selected=selected)
     check(
-        all(level.unit is not Unit.DOMAIN for level in gate.levels),
+        Unit.DOMAIN not in gate.units,
         "gate: {!r} has a level of domains, of which verl's micro-batches hold parts; call hpo_core.policy_loss where "
         "all rows of a domain are",
         gate.name,
@@ -353,7 +341,6 @@ def _ppo_clip(config: Any) -> RatioGate:
 
 
 def _dapo(config: Any) -> RatioGate:
-    _refuse("hpo_dapo", config, "clip_ratio_c")
     low, high = _epsilons(config)
     check(
         high > low,
@@ -362,34 +349,29 @@ def _dapo(config: Any) -> RatioGate:
         high,
         low,
     )
-    return gates.dapo(low, high)
+    return _unread(gates.dapo(low, high), config, "clip_ratio_c")
 
 
 def _cispo(config: Any) -> RatioGate:
-    _refuse("hpo_cispo", config, "clip_ratio_c")
     low, high = _epsilons(config)
-    return gates.cispo(ratio_cap=1 + high, ratio_low=1 - low)
+    return _unread(gates.cispo(ratio_cap=1 + high, ratio_low=1 - low), config, "clip_ratio_c")
 
 
 def _gspo(config: Any) -> RatioGate:
-    _refuse("hpo_gspo", config, "clip_ratio_c")
-    return gates.gspo(*_epsilons(config))
+    return _unread(gates.gspo(*_epsilons(config)), config, "clip_ratio_c")
 
 
 def _gspo_token(config: Any) -> RatioGate:
-    _refuse("hpo_gspo_token", config, "clip_ratio_c")
-    return gates.gspo_token(*_epsilons(config))
+    return _unread(gates.gspo_token(*_epsilons(config)), config, "clip_ratio_c")
 
 
 def _sapo(config: Any) -> RatioGate:
-    _refuse("hpo_sapo", config, *_UNSET)
-    return gates.sapo(config.tau_pos, config.tau_neg)
+    return _unread(gates.sapo(config.tau_pos, config.tau_neg), config, *_UNSET)
 
 
 def _dro(config: Any) -> RatioGate:
-    _refuse("hpo_dro", config, *_UNSET)
     beta = config.policy_loss.get("dro_beta", None)
-    return gates.dro() if beta is None else gates.dro(beta)
+    return _unread(gates.dro() if beta is None else gates.dro(beta), config, *_UNSET)
 
 
 def _epsilons(config: Any) -> tuple[float, float]:
@@ -401,18 +383,11 @@ def _epsilons(config: Any) -> tuple[float, float]:
     return min(low, 1.0), high  # ratios are positive: 1 - low below 0 is no bound
 
 
-def _refuse(name: str, config: Any, *fields: str) -> None:
-    """A clip field that is set and would have no effect."""
-    for field in fields:
-        value = config.get(field, None)
-        check(
-            value is None or value == _UNSET[field],
-            "{}: {!r} does not read it; got {}, leave it at verl's {} or choose another loss_mode",
-            field,
-            name,
-            value,
-            _UNSET[field],
-        )
+def _unread(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
+    """The gate, which reads none of these fields."""
+    given = {field: value for field in fields if (value := config.get(field, None)) is not None}
+    check_unread(gate, "verl", given, _UNSET, " or choose another loss_mode")
+    return gate
 
 
 for _make in (_ppo_clip, _dapo, _cispo, _gspo, _gspo_token, _sapo, _dro):

@@ -17,8 +17,7 @@ import torch
 
 from .. import gates
 from ..checks import check
-from ..losses import policy_loss
-from .micro_batch import MODES, check_gate, check_unread, fractions, padded_rows, weights_of
+from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss, warn_of_flags, weights_of
 from .named import told_gate
 
 __all__ = ["compute_policy_loss", "install"]
@@ -56,19 +55,11 @@ def compute_policy_loss(
         given = {name: bound for name, bound in zip(_UNSET, bounds, strict=True) if bound is not None}
         check_unread(gate, "verl-agent", given, _UNSET, " or take HPO_GATE away")
     check_gate(gate, "verl-agent", one_policy="verl-agent tells its loss no sampler")
-    check(loss_agg_mode in MODES, "loss_agg_mode: expected one of verl-agent's four, got {!r}", loss_agg_mode)
     batch = padded_rows(response_mask, gate)
     counts = (batch.row_counts.sum(), batch.rows, response_mask.shape[-1])  # rows without tokens count, too
-    out = policy_loss(
-        log_prob.float(),
-        old_log_prob.float(),
-        advantages.float(),
-        batch,
-        gate,
-        weights=weights_of(loss_agg_mode, batch, *counts),
-        advantage_level="token",
-    )
+    out = token_loss(log_prob, old_log_prob, advantages, batch, gate, weights_of(loss_agg_mode, batch, *counts))
     seen = fractions(out.metrics, gate)
+    warn_of_flags(seen)
     clipped, kl, dual = torch.tensor([seen[name] for name in ("clipped", "kl", "dual_clipped")], device="cpu").unbind()
     return out.loss, clipped, kl, dual
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -21,6 +20,7 @@ import torch.distributed
 from ..batch import PackedBatch
 from ..checks import check
 from ..entropy import EntropyWindow, Selection, checked_mask
+from ..segments import ids_of
 from .entropy_methods import SELECTED, MakesSelection, selection_of, selection_tensors
 
 # The entropy method of each loss that has one, by the name of the loss.
@@ -69,7 +69,7 @@ class MicroBatch(NamedTuple):
             loss,
             *((here[parted[0]], self.group_rows[self.prompts.index(parted[0])], parted[0]) if parted else ()),
         )
-        return _numbers(self.prompts, device)
+        return ids_of(map(str, self.prompts), device)
 
 
 _NONE = MicroBatch()
@@ -161,7 +161,7 @@ def _add_selection(method: MakesSelection, mode: str, data: Any, ranks: Any, see
     )
     given = data.select(*_NEEDED).to_padded_tensor()
     mask = given["response_mask"] != 0
-    group_ids = _numbers(data["uid"], mask.device) if "uid" in data else None
+    group_ids = ids_of(map(str, data["uid"]), mask.device) if "uid" in data else None
     found = selection_tensors(
         method, mask, given["advantages"], group_ids, entropy=given["entropy"].float(), logp=given["old_log_probs"],
         process_group=ranks, seed=seed,
@@ -192,12 +192,6 @@ def _count_groups(data: Any, ranks: Any) -> None:
         torch.distributed.all_gather_object(counts, counts[0], group=ranks)
     rows = sum(counts, collections.Counter[str]())
     tensordict_utils.assign_non_tensor_stack(data, _GROUP_ROWS, [rows[each] for each in data["uid"]])
-
-
-def _numbers(uids: Sequence[str], device: torch.device) -> torch.Tensor:
-    """``[B]`` int64: verl's ids of prompts are texts; these numbers are the same on every rank."""
-    digests = [hashlib.sha256(str(uid).encode()).digest()[:7] for uid in uids]
-    return torch.tensor([int.from_bytes(each, "big") for each in digests], dtype=torch.int64, device=device)
 
 
 def _like(values: torch.Tensor, response_mask: Any) -> torch.Tensor:

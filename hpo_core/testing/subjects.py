@@ -21,6 +21,7 @@ from ..specs import OrderRule, Unit
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
 from .examples import (
     FEATURES,
+    ON_TOKENS,
     MaskExample,
     PolicyLossExample,
     RewardsExample,
@@ -76,7 +77,6 @@ _NEEDS = {
     "token_advantages": ("advantage_level",),
     "bounds": ("gate_inputs",),
 }
-_ON_TOKENS = ("ref_logp", "entropy", "token_mask", "token_weight", "rollout_logp")
 
 
 def withheld(features: Collection[str] | None) -> set[str]:
@@ -108,6 +108,8 @@ def of_policy_loss(
     kernel = of_rectangles(fn) if padded else fn
     call = functools.partial(run_policy_loss, kernel, gradient=gradient, **options)
     notes: list[str] = []
+    if gate.reads_rollout and not accepts(fn, "rollout_logp"):
+        notes.append("rollout_logp, which the gate reads and the kernel does not take")
     if features is None:
         of_batch = {"trajectories": gate.level is not None and not padded, "bounds": gate.takes_bounds}
         taken = [
@@ -160,7 +162,7 @@ def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
         def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else _rectangle(tensor, batch)
 
-        given = {name: of(value) if name in _ON_TOKENS else value for name, value in given.items()}
+        given = {name: of(value) if name in ON_TOKENS else value for name, value in given.items()}
         per_token = given.get("advantage_level") == "token"
         if "gate_inputs" in given:
             given["gate_inputs"] = given["gate_inputs"].on_tokens(of, per_token)

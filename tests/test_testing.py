@@ -357,6 +357,14 @@ def test_unknown_names_are_refused():
     ):
         with pytest.raises(TypeError, match=f"^{next(iter(wrong))}: expected one such as {made}"):
             testing.check(hpo.policy_loss, **wrong)
+    for op, unread in (
+        ("kl", {"gate": gates.gspo(), "window": hpo.entropy.ares(), "padded": True}),
+        ("grpo", {"penalty": hpo.kl.k1(1.0), "gradient": False}),
+        ("policy_loss", {"estimator": hpo.advantages.rloo}),
+        ("window_mean", {"features": ["weights"]}),
+    ):
+        with pytest.raises(ValueError, match=f"^{', '.join(unread)}: op='{op}' does not read it; drop it"):
+            testing.check(hpo.policy_loss, op, **unread)
     with pytest.raises(ValueError, match=r"^padded: a mask \[B, L\] has no steps, .*'p3o'"):
         testing.check(padded_ppo, gate=gates.reconstructed.p3o(), padded=True)
     for wrong in ({"features": ["windows"]}, {"device": "gpu"}, {"examples": 0}):

@@ -175,9 +175,7 @@ def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _kl(
-    fn: Recorded, *, gradient: bool, penalty: KLPenalty | None, padded: bool, window: None, **options: Any
-) -> Subject:
+def _kl(fn: Recorded, *, gradient: bool, penalty: KLPenalty | None, **options: Any) -> Subject:
     """The penalty alone as a policy loss: advantages are 0, weights are 1, and every token is valid."""
     penalty = kl.k3(1.0) if penalty is None else penalty
 
@@ -257,7 +255,7 @@ def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict
     return Subject(call, examples.map(lambda example: (example, estimator)), tuple(notes))
 
 
-def _window_mean(fn: Recorded, *, padded: bool, gradient: bool, window: None, penalty: None, **options: Any) -> Subject:
+def _window_mean(fn: Recorded, *, padded: bool, **options: Any) -> Subject:
     def call(example: WindowExample) -> torch.Tensor:
         values, batch, first, last, rules = example
         if not padded:
@@ -268,9 +266,7 @@ def _window_mean(fn: Recorded, *, padded: bool, gradient: bool, window: None, pe
     return Subject(call, windows(padded))
 
 
-def _window_mask(
-    fn: Recorded, *, padded: bool, gradient: bool, window: EntropyWindow | None, penalty: None, **options: Any
-) -> Subject:
+def _window_mask(fn: Recorded, *, padded: bool, window: EntropyWindow | None, **options: Any) -> Subject:
     window = forking_tokens() if window is None else window
     given = {"window": window} if accepts(fn, "window") else {}
 
@@ -287,22 +283,11 @@ def _first(out: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out[0]
 
 
-def _order_statistic(
-    fn: Recorded, *, padded: bool, gradient: bool, window: None, penalty: None, **options: Any
-) -> Subject:
+def _order_statistic(fn: Recorded, **options: Any) -> Subject:
     return Subject(lambda example: _first(fn(*example, **options)), scores())
 
 
-def _quantile(
-    fn: Recorded,
-    *,
-    padded: bool,
-    gradient: bool,
-    window: None,
-    penalty: None,
-    rule: OrderRule = OrderRule.CEIL,
-    **options: Any,
-) -> Subject:
+def _quantile(fn: Recorded, *, rule: OrderRule = OrderRule.CEIL, **options: Any) -> Subject:
     def call(example: ScoresExample) -> torch.Tensor:
         return _first(fn(example.score, example.numerator / example.denominator, **options)).reshape(1)
 
@@ -318,4 +303,14 @@ OTHERS: dict[str, Callable[..., Subject]] = {
     "window_mask": _window_mask,
     "order_statistic": _order_statistic,
     "quantile": _quantile,
+}
+# The arguments of check() that concern an op.
+READS: dict[str, tuple[str, ...]] = {
+    "policy_loss": ("gate", "penalty", "padded", "gradient", "features"),
+    "kl": ("penalty", "gradient"),
+    "advantages": ("estimator",),
+    "window_mean": ("padded",),
+    "window_mask": ("padded", "window"),
+    "order_statistic": (),
+    "quantile": (),
 }

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import peers_advantages as peers
-import pytest
 import torch
-from harness import Case, Contestant, Goal, Plan, Tensors, available, check, slower_by
+from harness import Case, Contestant, Goal, Plan, Tensors, available, slower_by, small_test
 
 import hpo_core as hpo
 
@@ -142,8 +140,4 @@ def plans(quick: bool) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("plan", plans(quick=False), ids=lambda plan: plan.name)
-def test_group_normalise(plan: Plan, benchmark: Any) -> None:
-    small = plan.small_case()
-    check(small)
-    benchmark(small.ours[0].run)
+test_group_normalise = small_test(plans(quick=False))

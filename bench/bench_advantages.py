@@ -33,11 +33,7 @@ def rewards_and_ids(groups: int, per_group: int, dense: bool) -> tuple[torch.Ten
 def exact(rewards: torch.Tensor, ids: torch.Tensor) -> Tensors:
     """Two passes in float64."""
     _, dense = ids.unique(return_inverse=True)
-    values, groups = rewards.double(), int(dense.max()) + 1
-    count = torch.zeros(groups, dtype=torch.float64).index_add(0, dense, torch.ones_like(values))
-    centred = values - (torch.zeros_like(count).index_add(0, dense, values) / count)[dense]
-    deviation = (torch.zeros_like(count).index_add(0, dense, centred.square()) / (count - 1)).sqrt()
-    return {"advantages": centred / (deviation[dense] + peers.EPS)}
+    return {"advantages": peers.normalised(rewards.double(), dense)}
 
 
 def case(dense: bool, loop: bool, *, groups: int, per_group: int, full: bool, backend: str | None) -> Case:

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -128,9 +128,6 @@ class Row:
     first_call_milliseconds: float | None = None
     launches: int | None = None
     load: float = 0.0
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 @dataclass

@@ -19,10 +19,10 @@ from ..kl import KLPenalty
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
 from .examples import PolicyLossExample, move
 from .expected import Outcome, accepts
-from .promises import GRADIENT, PROMISES, UNWRITTEN, Inapplicable, Promise
+from .promises import GRADIENT, PROMISES, UNWRITTEN, Inapplicable, Promise, Run
 from .promises_of_losses import NOTHING_VALID, has_tokens
 from .strategies import hypothesis
-from .subjects import ESTIMATORS, OTHERS, READS, Recorded, Run, estimator_of, of_advantages, of_policy_loss, withheld
+from .subjects import ESTIMATORS, OTHERS, READS, Recorded, estimator_of, of_advantages, of_policy_loss, withheld
 
 
 class Verdict(NamedTuple):

@@ -33,10 +33,9 @@ from .examples import (
 )
 from .expected import Outcome, accepts, run_policy_loss
 from .layouts import Layout
+from .promises import Run
 from .promises_of_advantages import Estimator
 from .strategies import masks, policy_losses, reward_groups, scores, steps, windows
-
-Run = Callable[[Any], Any]
 
 
 class Subject(NamedTuple):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import peers_advantages as peers
-import pytest
 import torch
-from harness import Case, Contestant, Goal, Plan, Tensors, available, check, slower_by
+from harness import Case, Contestant, Goal, Plan, Tensors, available, slower_by, small_test
 
 import hpo_core as hpo
 
@@ -35,11 +33,7 @@ def rewards_and_ids(groups: int, per_group: int, dense: bool) -> tuple[torch.Ten
 def exact(rewards: torch.Tensor, ids: torch.Tensor) -> Tensors:
     """Two passes in float64."""
     _, dense = ids.unique(return_inverse=True)
-    values, groups = rewards.double(), int(dense.max()) + 1
-    count = torch.zeros(groups, dtype=torch.float64).index_add(0, dense, torch.ones_like(values))
-    centred = values - (torch.zeros_like(count).index_add(0, dense, values) / count)[dense]
-    deviation = (torch.zeros_like(count).index_add(0, dense, centred.square()) / (count - 1)).sqrt()
-    return {"advantages": centred / (deviation[dense] + peers.EPS)}
+    return {"advantages": peers.normalised(rewards.double(), dense)}
 
 
 def case(dense: bool, loop: bool, *, groups: int, per_group: int, full: bool, backend: str | None) -> Case:
@@ -142,8 +136,4 @@ def plans(quick: bool) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("plan", plans(quick=False), ids=lambda plan: plan.name)
-def test_group_normalise(plan: Plan, benchmark: Any) -> None:
-    small = plan.small_case()
-    check(small)
-    benchmark(small.ours[0].run)
+test_group_normalise = small_test(plans(quick=False))

@@ -6,10 +6,9 @@ import functools
 from typing import Any
 
 import peers_gates as peers
-import pytest
 import torch
 from bench_gates import PENALTY, PPO, STATISTICS, TOKEN_GATE, floor, ours, padded_batch, truth
-from harness import Case, Contestant, Plan, check
+from harness import Case, Contestant, Plan, small_test
 from peers_gates import Padded
 
 import hpo_core as hpo
@@ -79,8 +78,4 @@ def plans(quick: bool) -> list[Plan]:
     return [Plan(f"beside ppo_clip: {name}", functools.partial(case, name), *sizes) for name in names]
 
 
-@pytest.mark.parametrize("plan", plans(quick=True), ids=lambda plan: plan.name)
-def test_corrections(plan: Plan, benchmark: Any) -> None:
-    small = plan.small_case()
-    check(small)
-    benchmark(small.ours[0].run)
+test_corrections = small_test(plans(quick=True))

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import functools
 from fractions import Fraction
-from typing import Any
 
 import peers_entropy as peers
-import pytest
 import torch
-from harness import Case, Contestant, Plan, Tensors, available, check, slower_by
+from harness import Case, Contestant, Plan, Tensors, available, slower_by, small_test
 
 import hpo_core as hpo
 from hpo_core.reference import entropy as reference
@@ -187,8 +185,4 @@ def plans(quick: bool) -> list[Plan]:
     return [selection(1000), selection(10_000), window(4), window(32), *of_scopes, *few]
 
 
-@pytest.mark.parametrize("plan", plans(quick=False), ids=lambda plan: plan.name)
-def test_entropy(plan: Plan, benchmark: Any) -> None:
-    small = plan.small_case()
-    check(small)
-    benchmark(small.ours[0].run)
+test_entropy = small_test(plans(quick=False))

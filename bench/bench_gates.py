@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any
 
 import peers_gates as peers
-import pytest
 import torch
 from harness import (
     Case,
@@ -19,8 +18,8 @@ from harness import (
     at_most_floors,
     at_most_milliseconds,
     available,
-    check,
     slower_by,
+    small_test,
 )
 from peers_gates import Objective, Packed, Padded
 
@@ -358,8 +357,4 @@ def plans(quick: bool) -> list[Plan]:
     ]
 
 
-@pytest.mark.parametrize("plan", plans(quick=True), ids=lambda plan: plan.name)
-def test_policy_loss(plan: Plan, benchmark: Any) -> None:
-    case = plan.small_case()
-    check(case)
-    benchmark(case.ours[0].run)
+test_policy_loss = small_test(plans(quick=True))

@@ -8,10 +8,9 @@ import math
 from typing import Any
 
 import peers_gates
-import pytest
 import torch
 from bench_gates import FIBERPO, STATISTICS, TOKEN_GATE, floor, ours, packed_batch, padded_batch, truth
-from harness import Case, Contestant, Plan, available, check
+from harness import Case, Contestant, Plan, available, small_test
 from peers_gates import Packed, Run
 
 import hpo_core as hpo
@@ -154,8 +153,4 @@ def plans(quick: bool) -> list[Plan]:
     return [*(depth(levels, *size) for size in sizes for levels in UNITS), *others]
 
 
-@pytest.mark.parametrize("plan", plans(quick=True), ids=lambda plan: plan.name)
-def test_hierarchical_gates(plan: Plan, benchmark: Any) -> None:
-    small = plan.small_case()
-    check(small)
-    benchmark(small.ours[0].run)
+test_hierarchical_gates = small_test(plans(quick=True))

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import peers_logprobs as peers
-import pytest
 import torch
-from harness import Case, Contestant, Goal, Plan, Tensors, at_most_floors, available, check, slower_by
+from harness import Case, Contestant, Goal, Plan, Tensors, at_most_floors, available, slower_by, small_test
 
 import hpo_core as hpo
 from hpo_core.backends import resolve
@@ -215,8 +214,4 @@ def large() -> list[Plan]:
     return plans_of(LARGE)
 
 
-@pytest.mark.parametrize("plan", plans(quick=False), ids=lambda plan: plan.name)
-def test_logprobs(plan: Plan, benchmark: Any) -> None:
-    small = plan.small_case()
-    check(small)
-    benchmark(small.ours[0].run)
+test_logprobs = small_test(plans(quick=False))

@@ -8,10 +8,9 @@ from typing import Any
 import peers_advantages
 import peers_entropy
 import peers_gates
-import pytest
 import torch
 from bench_gates import FIBERPO, GSPO, SEQUENCE_GATE, STATISTICS, TOKEN_GATE, gate_of, padded_batch
-from harness import Case, Contestant, Plan, check
+from harness import Case, Contestant, Plan, small_test
 from peers_gates import Objective, Packed, Padded, Run
 
 import hpo_core as hpo
@@ -122,8 +121,4 @@ def plans(quick: bool) -> list[Plan]:
     ]
 
 
-@pytest.mark.parametrize("plan", plans(quick=True), ids=lambda plan: plan.name)
-def test_hierarchical_policy_loss(plan: Plan, benchmark: Any) -> None:
-    small = plan.small_case()
-    check(small)
-    benchmark(small.ours[0].run)
+test_hierarchical_policy_loss = small_test(plans(quick=True))

@@ -7,10 +7,9 @@ import inspect
 from typing import Any
 
 import peers_presets as peers
-import pytest
 import torch
 from bench_gates import STATISTICS, TOKEN_GATE, some_advantages
-from harness import Case, Contestant, Plan, Tensors, available, check, slower_by
+from harness import Case, Contestant, Plan, Tensors, available, slower_by, small_test
 from peers_gates import differentiated
 from peers_presets import DOMAIN, GROUP, Rows
 
@@ -212,8 +211,4 @@ def plans(quick: bool) -> list[Plan]:
     ]
 
 
-@pytest.mark.parametrize("plan", plans(quick=True), ids=lambda plan: plan.name)
-def test_presets(plan: Plan, benchmark: Any) -> None:
-    small = plan.small_case()
-    check(small)
-    benchmark(small.ours[0].run)
+test_presets = small_test(plans(quick=True))

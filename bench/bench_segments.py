@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-from harness import Case, Contestant, Plan, Tensors, check
+from harness import Case, Contestant, Plan, Tensors, small_test
 
 from hpo_core import ops
 from hpo_core.reference import segments as reference
@@ -51,8 +48,4 @@ def plans(quick: bool) -> list[Plan]:
     return found
 
 
-@pytest.mark.parametrize("plan", plans(quick=False), ids=lambda plan: plan.name)
-def test_row_counts(plan: Plan, benchmark: Any) -> None:
-    small = plan.small_case()
-    check(small)
-    benchmark(small.ours[0].run)
+test_row_counts = small_test(plans(quick=False))

@@ -18,6 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import pyplot
+
+pyplot.switch_backend("agg")
+
 ROOT = Path(__file__).parents[1]
 # Okabe and Ito's colours, which readers with any colour vision tell apart; a control is black and dashed.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9")
@@ -83,7 +87,6 @@ def draw_curves(axis: Any, curves: Curves, xlabel: str, ylabel: str, title: str)
 
 
 def draw_learning(folder: Path) -> Any:
-    pyplot = plotter()
     figure, axes = pyplot.subplots(2, 1, figsize=(6.2, 8.0), layout="constrained")
     draw_curves(
         axes[0], trainers(folder), "rollout (four optimiser steps each)", "mean reward", "two trainers, one loss"
@@ -93,7 +96,6 @@ def draw_learning(folder: Path) -> Any:
 
 
 def draw_agent(folder: Path) -> Any:
-    pyplot = plotter()
     figure, axis = pyplot.subplots(figsize=(6.2, 4.2), layout="constrained")
     label = "update (8 layouts, 16 rollouts each)"
     draw_curves(axis, agents(folder), label, "success of the sampled rollouts", "credit for turns")
@@ -103,22 +105,12 @@ def draw_agent(folder: Path) -> Any:
 PICTURES = {"learning_curves.png": draw_learning, "agent_curves.png": draw_agent}
 
 
-def plotter() -> Any:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "bench/results", help="folder of the runs' numbers")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/pictures", help="folder (default: docs/pictures)")
     options = parser.parse_args(argv)
     options.output.mkdir(parents=True, exist_ok=True)
-    pyplot = plotter()
     for name, draw in PICTURES.items():
         figure = draw(options.results)
         figure.savefig(options.output / name, dpi=100, metadata={"Software": None}, pil_kwargs={"optimize": True})

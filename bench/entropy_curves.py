@@ -1,6 +1,6 @@
 """Reward and entropy of entropy methods on the demo's task, next to none and to a control that selects at random.
 
-    python bench/entropy_curves.py [--seeds 3 --steps 400 --output bench/results]
+    python bench/entropy_curves.py [--seeds 0 1 2 --steps 400 --output bench/results]
 
 All runs of a seed start from one model after its warm start, with one state of the random numbers. The control selects
 a fifth of the tokens, as forking_tokens does, without looking at their entropy.
@@ -64,7 +64,7 @@ def draw(results: list[dict[str, dict[str, object]]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="which (default: 0 1 2)")
     parser.add_argument("--steps", type=int, default=400, help="optimiser steps (default: 400)")
     parser.add_argument("--output", type=Path, default=Path("bench/results"))
     options = parser.parse_args()

@@ -12,9 +12,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from hpo_core.testing.timing import FEW, Timing, extra_bytes, interleave
@@ -128,9 +129,6 @@ class Row:
     launches: int | None = None
     load: float = 0.0
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 @dataclass
 class Outcome:
@@ -170,6 +168,18 @@ def check(case: Case) -> None:
     for contestant in (*case.ours, *case.peers):
         if contestant.alike:
             compare(contestant.name, contestant.run(), expected, contestant.tolerance)
+
+
+def small_test(plans: list[Plan]) -> Callable[..., None]:
+    """For ``pytest bench``: the small case of each plan is checked and timed."""
+
+    @pytest.mark.parametrize("plan", plans, ids=lambda plan: plan.name)
+    def test(plan: Plan, benchmark: Any) -> None:
+        small = plan.small_case()
+        check(small)
+        benchmark(small.ours[0].run)
+
+    return test
 
 
 # ---------------------------------------------------------------------------------------------------------- measurement

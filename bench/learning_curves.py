@@ -115,7 +115,8 @@ def runs_of_seed(seed: int, steps: int) -> dict[str, Curve]:
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
-    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    spread = statistics.stdev(values) if len(values) > 1 else math.nan
+    return statistics.fmean(values), spread / math.sqrt(len(values))
 
 
 def parting(one: Curve, other: Curve) -> str:
@@ -163,10 +164,12 @@ def report(results: list[dict[str, Curve]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="how many, at least 2 (default: 3)")
     parser.add_argument("--steps", type=int, default=400, help="optimiser steps (default: 400)")
     parser.add_argument("--output", type=Path, default=Path("bench/results"))
     options = parser.parse_args()
+    if options.seeds < 2:
+        parser.error(f"--seeds: expected at least 2, as errors are over seeds, got {options.seeds}")
     torch.set_num_threads(1)  # matrices this small gain nothing from a second thread
     results = [runs_of_seed(seed, options.steps) for seed in range(options.seeds)]
     options.output.mkdir(parents=True, exist_ok=True)

@@ -37,12 +37,12 @@ def gigpo_scatter(
     for step in reversed(range(per_trajectory.shape[1])):
         following = per_trajectory[:, step] + 0.95 * following
         returns[:, step] = following
-    of_episode = _normalised(per_trajectory.sum(1), prompts.view(per_trajectory.shape)[:, 0])
+    of_episode = normalised(per_trajectory.sum(1), prompts.view(per_trajectory.shape)[:, 0])
     _, together = (prompts * (int(anchors.max()) + 1) + anchors).unique(return_inverse=True)
-    return of_episode[trajectories] + _normalised(returns.view(-1), together)
+    return of_episode[trajectories] + normalised(returns.view(-1), together)
 
 
-def _normalised(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def normalised(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     groups = int(ids.max()) + 1
     zeros = torch.zeros(groups, dtype=values.dtype)
     count = zeros.index_add(0, ids, torch.ones_like(values))

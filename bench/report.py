@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import datetime
 import json
 import os
@@ -114,7 +115,7 @@ def summary(outcomes: list[Outcome]) -> str:
 def write(folder: Path, facts: dict[str, Any], outcomes: list[Outcome]) -> None:
     """results.json and results.csv, after every case, so that an interrupted run leaves what it has."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row.as_dict() for outcome in outcomes for row in outcome.rows]
+    rows = [dataclasses.asdict(row) for outcome in outcomes for row in outcome.rows]
     failures = {outcome.case: outcome.failure for outcome in outcomes if outcome.failure}
     content = {"environment": facts, "failures": failures, "rows": rows}
     (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")

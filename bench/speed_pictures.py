@@ -16,6 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib import pyplot
+from matplotlib.lines import Line2D
+
+pyplot.switch_backend("agg")
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 # Okabe and Ito's colours, which readers with any colour vision tell apart.
@@ -60,7 +65,6 @@ def parts_of_a_step() -> tuple[tuple[str, str], list[tuple[str, float, float]]]:
 
 def draw_step() -> Any:
     """Two bars of parts; what no eye could see is one part."""
-    pyplot = plotter()
     kinds, parts = parts_of_a_step()
     seen = [part for part in parts if max(part[1:]) > 0.1]
     small = [part for part in parts if max(part[1:]) <= 0.1]
@@ -172,7 +176,6 @@ def every_case() -> list[Case]:
 
 def draw_floors() -> Any:
     """A line for each operation, a dot for each contestant."""
-    pyplot = plotter()
     cases = every_case()
     marks = {
         "eager PyTorch": ("s", ORANGE), "torch.compile": ("D", PURPLE), "verl": ("^", RED), "TRL": ("v", GREEN),
@@ -239,7 +242,6 @@ def gpu_presets() -> list[Preset]:
 
 def draw_gpu() -> Any:
     """Two bars for each kind of preset: the longer one decides."""
-    pyplot = plotter()
     presets = gpu_presets()
     figure, axis = pyplot.subplots(figsize=(6.2, 5.6), layout="constrained")
     for at, preset in enumerate(presets):
@@ -261,18 +263,7 @@ def draw_gpu() -> Any:
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-def plotter() -> Any:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def dot(edge: str, face: str, mark: str, label: str) -> Any:
-    from matplotlib.lines import Line2D
-
     return Line2D([], [], color=edge, markerfacecolor=face, marker=mark, ls="", label=label)
 
 
@@ -293,7 +284,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=DOCS / "pictures", help="folder (default: docs/pictures)")
     options = parser.parse_args(argv)
     options.output.mkdir(parents=True, exist_ok=True)
-    pyplot = plotter()
     for name, (draw, numbers) in PICTURES.items():
         figure, facts = draw(), {"Software": None, "Comment": digest(numbers())}
         figure.savefig(options.output / name, dpi=100, metadata=facts, pil_kwargs={"optimize": True})

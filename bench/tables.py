@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gpu_tables import table
 from report import digits
 
 TABLES = {
@@ -22,10 +23,10 @@ TABLES = {
 }  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> str:
+def of_op(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> str:
     """Milliseconds and floors of hpo_core, how many times slower its peers are, and bytes a logit that each holds."""
     heads = ("", "load", "ms", "floors", *(f"{peer}: times slower" for peer in peers), "bytes a logit, in this order")
-    lines = [heads, ("---",) * len(heads)]
+    lines = []
     for case, group in itertools.groupby(rows, key=lambda row: row["case"]):
         found = {row["contestant"]: row for row in group}
         ours, held = found["hpo_core"], [found[name] for name in ("hpo_core", *peers) if name in found]
@@ -36,12 +37,12 @@ def table(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> str:
                 ", ".join(f"{row['extra_bytes_per_unit']:.1f}" for row in held),
             )
         )  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(heads, lines)
 
 
 def presets(rows: list[dict[str, Any]]) -> str:
     """Milliseconds of hpo_core with autograd and without, and how many times slower eager PyTorch and verl are."""
-    lines = [("preset", "ms", "ms without autograd", "eager", "verl"), ("---",) * 5]
+    lines = []
     for case, group in itertools.groupby(sorted(rows, key=lambda row: str(row["case"])), key=lambda row: row["case"]):
         found = {row["contestant"]: row for row in group}
         ours = (digits(found[name]["milliseconds"]) for name in ("hpo_core", "hpo_core, no autograd"))
@@ -49,13 +50,13 @@ def presets(rows: list[dict[str, Any]]) -> str:
             f"{digits(found[name]['slower_than_hpo_core'])}x" if name in found else "" for name in ("eager", "verl")
         )
         lines.append((case.rsplit(", ", 1)[0], *ours, *peers))  # without its size
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(("preset", "ms", "ms without autograd", "eager", "verl"), lines)
 
 
 if __name__ == "__main__":
     every = [row for path in sys.argv[1:] for row in json.loads(Path(path).read_text())["rows"]]
     for op, peers in TABLES.items():
         if rows := [row for row in every if row["op"] == op]:
-            print(f"{table(rows, peers)}\n")
+            print(f"{of_op(rows, peers)}\n")
     if rows := [row for row in every if row["op"] == "preset"]:
         print(presets(rows))

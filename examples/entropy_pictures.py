@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib import pyplot
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 import hpo_core as hpo
 from hpo_core import entropy as E
+from hpo_core.plot.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY
 
-# Okabe and Ito's colours, which readers with any colour vision tell apart.
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#BBBBBB",
-)  # fmt: skip
+pyplot.switch_backend("agg")
+
 WINDOW = 3
 
 
@@ -119,7 +121,6 @@ def made_up(seed: int = 0) -> Answers:
 
 def draw_windows(given: Answers, path: Path) -> None:
     """Entropies with the thresholds of two scopes, and window means with theirs; what is selected is filled."""
-    pyplot = plotter()
     batch, H = given.batch, given.entropy
     figure, (tokens, windows) = pyplot.subplots(2, 1, figsize=(10, 5.6), sharex=True)
     at = torch.arange(batch.total_tokens)
@@ -220,7 +221,6 @@ def gradient(
 
 def draw_slots(given: Answers, path: Path) -> None:
     """One panel for each slot: the gradient of the loss at each token without it, and with it."""
-    pyplot = plotter()
     panels = slots(given)
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(10, 1.75 * len(panels)), sharex=True)
     for axis, colour, (title, label, without, with_slot) in zip(
@@ -254,33 +254,18 @@ def finish(figure: Any, axes: Sequence[Any], given: Answers, path: Path) -> None
     axes[-1].set_xlabel(f'tokens of four answers to "{given.prompt}" (. ends an answer)', labelpad=18)
     figure.tight_layout()
     figure.savefig(path, dpi=100, metadata={"Software": None})
-    plotter().close(figure)
-
-
-def plotter() -> Any:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    pyplot.close(figure)
 
 
 def patch(colour: str, label: str, alpha: float = 1.0) -> Any:
-    from matplotlib.patches import Patch
-
     return Patch(color=colour, label=label, alpha=alpha)
 
 
 def line(colour: str, style: str, label: str) -> Any:
-    from matplotlib.lines import Line2D
-
     return Line2D([], [], color=colour, ls=style, lw=1.5, label=label)
 
 
 def dot(edge: str, face: str, label: str) -> Any:
-    from matplotlib.lines import Line2D
-
     return Line2D([], [], color=edge, markerfacecolor=face, marker="o", ls="", label=label)
 
 

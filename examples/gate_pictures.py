@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib import pyplot
 
 import hpo_core as hpo
 from hpo_core import gates, plot
 from hpo_core.gates import Level, LogClip, RatioGate
+
+pyplot.switch_backend("agg")
 
 CURVES = (
     ("ppo_clip(): flat beyond its bounds", gates.ppo_clip()),
@@ -30,7 +33,6 @@ CURVES = (
 
 def draw_gates() -> Any:
     """One panel for each gate, on the same axes."""
-    pyplot = plotter()
     figure, axes = pyplot.subplots(3, 2, figsize=(7.6, 7.8), sharex=True, sharey=True, layout="constrained")
     for panel, (title, gate) in zip(axes.flat, CURVES, strict=True):
         plot.gate_curve(gate, ratios=(0.3, 3.0), axes=panel)
@@ -59,7 +61,6 @@ EVERY = {
 
 def draw_every_gate() -> Any:
     """A small panel for each gate, for the page that lists them."""
-    pyplot = plotter()
     drawn = [(ratios, gate) for ratios, found in EVERY.items() for gate in found]
     figure, axes = pyplot.subplots(7, 4, figsize=(7.2, 9.8), layout="constrained")
     for panel in axes.flat[len(drawn) :]:
@@ -116,21 +117,11 @@ PICTURES = {
 }
 
 
-def plotter() -> Any:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, default=Path("docs/pictures"), help="folder (default: docs/pictures)")
     options = parser.parse_args(argv)
     options.output.mkdir(parents=True, exist_ok=True)
-    pyplot = plotter()
     for name, draw in PICTURES.items():
         figure = draw()
         figure.savefig(options.output / name, dpi=100, metadata={"Software": None}, pil_kwargs={"optimize": True})

@@ -25,11 +25,6 @@ class Given:
         self.steps = (self.reward, self.group, self.trajectory, self.anchor)
 
 
-def sgrpo(g, **options):
-    of_group = g.tensor(hierarchies.group_rewards(g.units))
-    return advantages.sgrpo(g.reward, of_group, g.group, g.other, group_weight=0.3, **options, **g.rest)
-
-
 def flags(g, name):
     """A second id as a bool, whatever ids are called."""
     return g.tensor(getattr(g.units, name) > 0)
@@ -101,9 +96,9 @@ CASES = {
         g.length * 400, g.flag, budgets(g), g.group, compat="code", backend=g.backend
     ),
     "stratified": lambda g: A.stratified(g.reward, g.group, g.other, alpha=0.8, **g.rest),
-    "sgrpo": sgrpo,
-    "sgrpo_scaled": lambda g: sgrpo(g, scaled=True),
-    "sgrpo_credits": lambda g: sgrpo(g, scaled=True, credits=g.number, temperature=0.7),
+    "sgrpo": lambda g: combined(g, A.sgrpo, g.other),
+    "sgrpo_scaled": lambda g: combined(g, A.sgrpo, g.other, scaled=True),
+    "sgrpo_credits": lambda g: combined(g, A.sgrpo, g.other, scaled=True, credits=g.number, temperature=0.7),
     "sgrpo_reward_sum": lambda g: combined(g, A.sgrpo_reward_sum),
     "sgrpo_hierarchical_sum": lambda g: combined(g, A.sgrpo_hierarchical_sum, g.other, scaled=True),
     "treepo": lambda g: A.treepo(g.reward, prefixes(g), backend=g.backend),
@@ -165,18 +160,6 @@ COMPOSED = (
 # Cases that together start every kernel of Triton with every structure that any case starts it with.
 PATHS = (
     *("grpo", "lite_ppo", "maxrl", "dgpo", "reinforce_pp_baseline", "dvao", "gdpo", "gigpo", "gigpo_code", "hgpo"),
-    *(
-        "lite_ppo_groups",
-        "hgpo_code",
-        "peco",
-        "hbpo",
-        "sgrpo",
-        "sgrpo_scaled",
-        "treepo",
-        "treepo_plain",
-        "mars2",
-        "salt",
-        "flow_grpo",
-    ),
-    "lite_ppo_groups",
+    *("lite_ppo_groups", "hgpo_code", "peco", "hbpo", "sgrpo", "sgrpo_scaled", "treepo", "treepo_plain", "mars2"),
+    *("salt", "flow_grpo"),
 )

@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from naive_estimators import groups_of, ids, pairs, z
+from naive_estimators import groups_of, ids, pairs, rates, rloo, z
 
 # ------------------------------------------------------------------------------------------------------ hierarchical
 
@@ -156,12 +156,7 @@ def sgrpo_credits(u):
 
 
 def sgrpo_reward_sum(u):
-    together, out = 0.7 * u.reward + 0.3 * group_rewards(u), np.zeros(len(u.reward))
-    for places in groups_of(ids(u.group), u.mask).values():
-        for place in places:
-            others = [together[other] for other in places if other != place]
-            out[place] = together[place] - np.mean(others) if others else 0.0
-    return out
+    return rloo(u._replace(reward=0.7 * u.reward + 0.3 * group_rewards(u)))
 
 
 def sgrpo_hierarchical_sum(u):
@@ -363,8 +358,7 @@ def hi_agent(u):
 
 
 def a2fm_apo(u):
-    accuracy = np.where(u.flag, 1.0, np.floor(4 * u.number) / 4) + 0 * u.reward
-    worth = accuracy.copy()
+    accuracy, worth = rates(u), rates(u)
     for places in groups_of(ids(u.group), u.mask).values():
         instant = [accuracy[place] for place in places if u.other[place]]
         if instant and np.mean(instant) >= 0.5:

@@ -357,6 +357,14 @@ def test_unknown_names_are_refused():
     ):
         with pytest.raises(TypeError, match=f"^{next(iter(wrong))}: expected one such as {made}"):
             testing.check(hpo.policy_loss, **wrong)
+    for op, unread in (
+        ("kl", {"gate": gates.gspo(), "window": hpo.entropy.ares(), "padded": True}),
+        ("grpo", {"penalty": hpo.kl.k1(1.0), "gradient": False}),
+        ("policy_loss", {"estimator": hpo.advantages.rloo}),
+        ("window_mean", {"features": ["weights"]}),
+    ):
+        with pytest.raises(ValueError, match=f"^{', '.join(unread)}: op='{op}' does not read it; drop it"):
+            testing.check(hpo.policy_loss, op, **unread)
     with pytest.raises(ValueError, match=r"^padded: a mask \[B, L\] has no steps, .*'p3o'"):
         testing.check(padded_ppo, gate=gates.reconstructed.p3o(), padded=True)
     for wrong in ({"features": ["windows"]}, {"device": "gpu"}, {"examples": 0}):
@@ -372,9 +380,11 @@ def test_promises_about_features_that_are_left_out_are_not_judged(features):
     assert [verdict.kept for verdict in report.verdicts] == [True if need in features else None for need in needs]
 
 
-# Of steps, groups and domains, and with a target.
-ODD = ("hierarchy: step_gspo", "hierarchy: two_scale", "preset: p3o", "hierarchy: fiberpo_domain", "preset: bpo")
-
+# Of steps, groups and domains, with a target, and of the sampler.
+ODD = (
+    *("hierarchy: step_gspo", "hierarchy: two_scale", "preset: p3o", "hierarchy: fiberpo_domain", "preset: bpo"),
+    "preset: hispo",
+)
 
 OTHERS = [name for name in CATALOGUE if name.startswith(("preset: ", "hierarchy: ")) and name not in ODD]
 
@@ -389,6 +399,12 @@ def test_our_own_loss_keeps_its_promises_under_every_gate(name):
 
 def test_without_weights_a_gate_of_steps_counts_the_tokens_in_steps():
     testing.check(hpo.policy_loss, gate=gates.step_gspo(), features=[], only=["exact"], examples=20).raise_for_broken()
+
+
+@pytest.mark.parametrize("gate", [gates.icepop(), gates.opsm()], ids=lambda gate: gate.name)
+def test_a_kernel_without_the_correction_of_its_gate_is_wrong(gate):
+    report = testing.check(eager_ppo, gate=gate, features=["weights"], only=["exact"], examples=EXAMPLES)
+    assert report.broken == ("exact",) and "rollout_logp, which the gate reads" in str(report)
 
 
 def test_strategies_without_hypothesis_say_so(monkeypatch):
@@ -421,9 +437,19 @@ def test_bench_does_not_time_functions_that_differ_or_raise():
     def raises(logp, old_logp, advantages, batch):
         raise RuntimeError("no kernel for this device")
 
-    for fn, note in ((wrong, "its loss is off by"), (raises, "raised RuntimeError: no kernel for this device")):
-        ours, theirs = testing.bench(fn, tokens=512, rows=2, compiled=False, seconds=0.01).lines
+    for fn, gate, note in (
+        (wrong, gates.ppo_clip(), "its loss is off by"),
+        (user_ppo(torch.minimum), gates.icepop(), "its loss is off by"),
+        (raises, gates.ppo_clip(), "raised RuntimeError: no kernel for this device"),
+    ):
+        ours, theirs = testing.bench(fn, gate=gate, tokens=512, rows=2, compiled=False, seconds=0.01).lines
         assert ours.milliseconds > 0 and theirs.milliseconds is None and theirs.note.startswith(note)
+
+
+@pytest.mark.parametrize("gate, needs", [(gates.kl_cov(), "penalty_mask"), (gates.step_gspo(), "steps")])
+def test_bench_refuses_gates_that_need_more_than_its_batch_has(gate, needs):
+    with pytest.raises(ValueError, match=rf"^gate: expected one such as .*{gate.name}.* needs {needs}"):
+        testing.bench(eager_ppo, gate=gate)
 
 
 def test_bench_refuses_no_tokens_and_a_picture_without_matplotlib(monkeypatch):
@@ -555,11 +581,12 @@ def test_poison_reaches_every_hole_and_nothing_else():
 
 def test_selecting_rows_takes_everything_along():
     example = testing.random_policy_loss(
-        0, gates.dapo(), {"weights", "kl", "kl_weight"}, layout=Layout((3, 0, 4), 2, "some", True, 1)
+        0, gates.icepop(), {"weights", "kl", "kl_weight"}, layout=Layout((3, 0, 4), 2, "some", True, 1)
     )
     part, tokens = example.select(torch.tensor([2, 0]))
     assert part.batch.cu_seqlens.tolist() == [0, 4, 7] and tokens.tolist() == [3, 4, 5, 6, 0, 1, 2]
-    assert torch.equal(part.keywords["ref_logp"], example.keywords["ref_logp"][tokens])
+    for name in ("ref_logp", "rollout_logp"):
+        assert torch.equal(part.keywords[name], example.keywords[name][tokens])
     assert torch.equal(part.kl_weight, example.kl_weight[tokens])
     assert torch.equal(part.keywords["weights"], example.keywords["weights"][[2, 0]])
 

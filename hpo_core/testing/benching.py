@@ -15,6 +15,7 @@ from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..losses import policy_loss
+from ..specs import Unit
 from .examples import PolicyLossExample
 from .expected import Outcome, keywords_of, outcome_of
 from .subjects import of_rectangles
@@ -94,7 +95,7 @@ def bench(
 
     Args:
         fn: a function as in :func:`check` for the op ``"policy_loss"``.
-        gate: default ``gates.ppo_clip()``.
+        gate: one that reads tokens, rows and ``rollout_logp`` alone; default ``gates.ppo_clip()``.
         tokens: the size of the batch, of which a fifth is masked.
         rows: the number of rows of equal length; default: one for each 1024 tokens.
         padded: as in :func:`check`.
@@ -108,17 +109,20 @@ def bench(
     for name, number in (("tokens", tokens), ("rows", rows)):
         is_count = number is None or (isinstance(number, int) and number >= 1)
         check(is_count, "{}: expected a number >= 1, got {!r}", name, number)
-    example = _example(gates.ppo_clip() if gate is None else gate, tokens, rows, device)
+    gate = gates.ppo_clip() if gate is None else gate
+    require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
+    needs = ", ".join((*gate.required, *(f"{unit.name.lower()}s" for unit in sorted(gate.units - {Unit.TRAJECTORY}))))
+    check(not needs, "gate: expected one such as gates.icepop(), got {!r}, which needs {}", gate.name, needs)
+    example = _example(gate, tokens, rows, device)
 
     def ours(
         logp: torch.Tensor,
         old_logp: torch.Tensor | None,
         advantages: torch.Tensor,
         batch: PackedBatch,
-        gate: RatioGate,
-        weights: torch.Tensor,
+        **given: Any,
     ) -> torch.Tensor:
-        return policy_loss(logp, old_logp, advantages, batch, gate, weights=weights, backend=backend).loss
+        return policy_loss(logp, old_logp, advantages, batch, **given, backend=backend).loss
 
     name = getattr(fn, "__name__", type(fn).__name__)
     kernel = of_rectangles(fn) if padded else fn
@@ -171,7 +175,8 @@ def _example(gate: RatioGate, tokens: int, rows: int | None, device: str) -> Pol
     batch = PackedBatch(offsets, mask)
     advantages = torch.randn(rows, generator=draw, device="cpu", dtype=torch.float32).to(device)
     weights = torch.full_like(advantages, 1.0) / mask.sum()
-    return PolicyLossExample(old + steps(-400, 400), old, advantages, batch, gate, {"weights": weights})
+    example = PolicyLossExample(old + steps(-400, 400), old, advantages, batch, gate, {"weights": weights})
+    return example.given(rollout_logp=old + steps(-400, 400)) if gate.reads_rollout else example
 
 
 def _call(function: Callable[..., Any], example: PolicyLossExample, given: dict[str, Any]) -> Callable[[], Outcome]:

@@ -19,10 +19,10 @@ from ..kl import KLPenalty
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
 from .examples import PolicyLossExample, move
 from .expected import Outcome, accepts
-from .promises import GRADIENT, PROMISES, UNWRITTEN, Inapplicable, Promise
+from .promises import GRADIENT, PROMISES, UNWRITTEN, Inapplicable, Promise, Run
 from .promises_of_losses import NOTHING_VALID, has_tokens
 from .strategies import hypothesis
-from .subjects import ESTIMATORS, OTHERS, Recorded, Run, estimator_of, of_advantages, of_policy_loss, withheld
+from .subjects import ESTIMATORS, OTHERS, READS, Recorded, estimator_of, of_advantages, of_policy_loss, withheld
 
 
 class Verdict(NamedTuple):
@@ -167,6 +167,13 @@ def check(
         )
     require(isinstance(examples, int) and examples >= 1, "examples: expected an integer >= 1, got {!r}", examples)
     _check_device(device)
+    arguments = {
+        "gate": gate, "penalty": penalty, "estimator": estimator, "window": window, "padded": padded,
+        "gradient": gradient, "features": features,
+    }  # fmt: skip
+    unset = {"padded": False, "gradient": True}
+    unread = [name for name, value in arguments.items() if name not in READS[kind] and value != unset.get(name)]
+    require(not unread, "{}: op={!r} does not read it; drop it", ", ".join(unread), op)
     left_out = withheld(features)
     recorded = Recorded(fn)
     if kind == "advantages":
@@ -175,7 +182,7 @@ def check(
         gate = gates.ppo_clip() if gate is None else gate
         subject = of_policy_loss(recorded, gate, penalty, features, padded, gradient, options)
     else:
-        subject = OTHERS[kind](recorded, padded=padded, gradient=gradient, window=window, penalty=penalty, **options)
+        subject = OTHERS[kind](recorded, **{name: arguments[name] for name in READS[kind]}, **options)
 
     def run(example: Any) -> Any:
         return move(subject.call(move(example, device)), "cpu")

@@ -19,7 +19,7 @@ from ..arguments import examines
 from ..batch import PackedBatch
 from ..checks import check, examined
 from ..entropy import EntropyWindow, Selection, WindowState
-from ..gates import Clip, GateInputs, RatioGate
+from ..gates import Channel, Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
 from ..specs import OrderRule, Unit
 from .budget import MARGIN
@@ -44,7 +44,8 @@ FEATURES = (
     "on_policy",
     "token_advantages",
 )
-_TOKEN_KEYWORDS = ("ref_logp", "entropy", "token_mask", "token_weight")
+# The keywords that are tensors of tokens.
+ON_TOKENS = ("ref_logp", "entropy", "token_mask", "token_weight", "rollout_logp")
 
 
 class PolicyLossExample(NamedTuple):
@@ -114,14 +115,17 @@ class PolicyLossExample(NamedTuple):
         return given
 
     def log_ratio(self) -> torch.Tensor:
-        """``logp - old_logp`` in float64 ``[T]``, 0 at tokens that must not be read."""
+        """``logp - old_logp`` in float64 ``[T]``, 0 at tokens that must not be read; a gate of the channel TOTAL has
+        ``rollout_logp`` in its place."""
         old = self.logp if self.old_logp is None else self.old_logp
+        if self.gate.channel is Channel.TOTAL:
+            old = self.keywords.get("rollout_logp", old)
         return torch.where(self.valid(), self.logp.double() - old.double(), 0.0)
 
     def on_tokens(self, change: Change) -> PolicyLossExample:
         """``change`` applied to every ``[T]`` tensor."""
         keywords: dict[str, Any] = {
-            name: change(value) if name in _TOKEN_KEYWORDS else value for name, value in self.keywords.items()
+            name: change(value) if name in ON_TOKENS else value for name, value in self.keywords.items()
         }
         if "gate_inputs" in keywords:
             keywords["gate_inputs"] = self.gate_inputs.on_tokens(change, self.per_token)
@@ -197,7 +201,8 @@ def random_policy_loss(
     penalty: KLPenalty | None = None,
     layout: Layout | None = None,
 ) -> PolicyLossExample:
-    """An example for ``policy_loss`` whose log-ratios keep ``MARGIN`` to every point where the gate changes branch.
+    """An example for ``policy_loss`` whose log-ratios keep ``MARGIN`` to every point where the gate changes branch;
+    with ``rollout_logp`` if the gate reads it.
 
     Args:
         gate: default ``gates.ppo_clip()``.
@@ -254,6 +259,8 @@ def random_policy_loss(
     spread = choice(0.005, 0.1, 0.4, 2.0)
     for _ in range(100):
         logp = torch.where(uniform(tokens) < 0.05, old, old + spread * normal(tokens))
+        if gate.reads_rollout:
+            keywords["rollout_logp"] = old + spread * normal(tokens)
         example = PolicyLossExample(logp, old, advantages, batch, gate, keywords)
         if _clear_of_branches(example):
             break

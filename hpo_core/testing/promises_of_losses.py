@@ -131,6 +131,8 @@ def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Ten
         example = example._replace(
             logp=torch.where(zero, -0.0, example.old_logp), old_logp=torch.where(zero, 0.0, example.old_logp)
         )
+    if "rollout_logp" in example.keywords:
+        example = example.given(rollout_logp=example.logp if example.old_logp is None else example.old_logp)
     exact = expect_policy_loss(example)["grad"].exact
     weights = example.spread(example.weights())
     advantages = example.advantages if example.per_token else example.spread(example.advantages)

@@ -21,6 +21,7 @@ from ..specs import OrderRule, Unit
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
 from .examples import (
     FEATURES,
+    ON_TOKENS,
     MaskExample,
     PolicyLossExample,
     RewardsExample,
@@ -32,10 +33,9 @@ from .examples import (
 )
 from .expected import Outcome, accepts, run_policy_loss
 from .layouts import Layout
+from .promises import Run
 from .promises_of_advantages import Estimator
 from .strategies import masks, policy_losses, reward_groups, scores, steps, windows
-
-Run = Callable[[Any], Any]
 
 
 class Subject(NamedTuple):
@@ -76,7 +76,6 @@ _NEEDS = {
     "token_advantages": ("advantage_level",),
     "bounds": ("gate_inputs",),
 }
-_ON_TOKENS = ("ref_logp", "entropy", "token_mask", "token_weight", "rollout_logp")
 
 
 def withheld(features: Collection[str] | None) -> set[str]:
@@ -108,6 +107,8 @@ def of_policy_loss(
     kernel = of_rectangles(fn) if padded else fn
     call = functools.partial(run_policy_loss, kernel, gradient=gradient, **options)
     notes: list[str] = []
+    if gate.reads_rollout and not accepts(fn, "rollout_logp"):
+        notes.append("rollout_logp, which the gate reads and the kernel does not take")
     if features is None:
         of_batch = {"trajectories": gate.level is not None and not padded, "bounds": gate.takes_bounds}
         taken = [
@@ -160,7 +161,7 @@ def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
         def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else _rectangle(tensor, batch)
 
-        given = {name: of(value) if name in _ON_TOKENS else value for name, value in given.items()}
+        given = {name: of(value) if name in ON_TOKENS else value for name, value in given.items()}
         per_token = given.get("advantage_level") == "token"
         if "gate_inputs" in given:
             given["gate_inputs"] = given["gate_inputs"].on_tokens(of, per_token)
@@ -173,9 +174,7 @@ def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _kl(
-    fn: Recorded, *, gradient: bool, penalty: KLPenalty | None, padded: bool, window: None, **options: Any
-) -> Subject:
+def _kl(fn: Recorded, *, gradient: bool, penalty: KLPenalty | None, **options: Any) -> Subject:
     """The penalty alone as a policy loss: advantages are 0, weights are 1, and every token is valid."""
     penalty = kl.k3(1.0) if penalty is None else penalty
 
@@ -255,7 +254,7 @@ def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict
     return Subject(call, examples.map(lambda example: (example, estimator)), tuple(notes))
 
 
-def _window_mean(fn: Recorded, *, padded: bool, gradient: bool, window: None, penalty: None, **options: Any) -> Subject:
+def _window_mean(fn: Recorded, *, padded: bool, **options: Any) -> Subject:
     def call(example: WindowExample) -> torch.Tensor:
         values, batch, first, last, rules = example
         if not padded:
@@ -266,9 +265,7 @@ def _window_mean(fn: Recorded, *, padded: bool, gradient: bool, window: None, pe
     return Subject(call, windows(padded))
 
 
-def _window_mask(
-    fn: Recorded, *, padded: bool, gradient: bool, window: EntropyWindow | None, penalty: None, **options: Any
-) -> Subject:
+def _window_mask(fn: Recorded, *, padded: bool, window: EntropyWindow | None, **options: Any) -> Subject:
     window = forking_tokens() if window is None else window
     given = {"window": window} if accepts(fn, "window") else {}
 
@@ -285,22 +282,11 @@ def _first(out: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out[0]
 
 
-def _order_statistic(
-    fn: Recorded, *, padded: bool, gradient: bool, window: None, penalty: None, **options: Any
-) -> Subject:
+def _order_statistic(fn: Recorded, **options: Any) -> Subject:
     return Subject(lambda example: _first(fn(*example, **options)), scores())
 
 
-def _quantile(
-    fn: Recorded,
-    *,
-    padded: bool,
-    gradient: bool,
-    window: None,
-    penalty: None,
-    rule: OrderRule = OrderRule.CEIL,
-    **options: Any,
-) -> Subject:
+def _quantile(fn: Recorded, *, rule: OrderRule = OrderRule.CEIL, **options: Any) -> Subject:
     def call(example: ScoresExample) -> torch.Tensor:
         return _first(fn(example.score, example.numerator / example.denominator, **options)).reshape(1)
 
@@ -316,4 +302,14 @@ OTHERS: dict[str, Callable[..., Subject]] = {
     "window_mask": _window_mask,
     "order_statistic": _order_statistic,
     "quantile": _quantile,
+}
+# The arguments of check() that concern an op.
+READS: dict[str, tuple[str, ...]] = {
+    "policy_loss": ("gate", "penalty", "padded", "gradient", "features"),
+    "kl": ("penalty", "gradient"),
+    "advantages": ("estimator",),
+    "window_mean": ("padded",),
+    "window_mask": ("padded", "window"),
+    "order_statistic": (),
+    "quantile": (),
 }

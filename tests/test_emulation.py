@@ -209,7 +209,7 @@ UNORDERED = {
     "fences_of_others_behind": "reads what block",
     "read_only_of_written": "reads through the read-only path what this launch has written",
     "written_of_read_only": "writes what this launch reads through the read-only path (4 bytes), behind",
-    "misaligned_vector": "a misaligned load of 8 bytes, at",
+    "misaligned_vector": "a misaligned load of 16 bytes, at",
     "misaligned_read_only": "a misaligned load of 16 bytes, at",
     "misaligned_store": "a misaligned store of 16 bytes, behind",
     "misaligned_scalar": "a misaligned store (8 bytes), behind",

@@ -104,14 +104,10 @@ struct Factors {
   const Correction& correction;
   const Compared from;
   const int64_t first;  // the positions below are behind it
-  float low[2], high[2];  // by sign of the advantage
+  const RuleNumbers rule;
 
   Factors(const PolicyLossArgs& args, const Correction& correction, int64_t first)
-      : args(args), correction(correction), from(compared(args)), first(first) {
-    for (int sign = 0; sign < 2; ++sign) {
-      low[sign] = float(correction.rule.low[sign]), high[sign] = float(correction.rule.high[sign]);
-    }
-  }
+      : args(args), correction(correction), from(compared(args)), first(first), rule(correction.rule) {}
 
   // of_segment: by sign; null where tokens have factors by their own statistics. `present`: of a row, but perhaps masked.
   template <bool kWhole>
@@ -120,8 +116,8 @@ struct Factors {
     const Floats v = statistic_of(kStatistic, load_own<kWhole>(own, from.first + at), load_own<kWhole>(own, from.second + at));
     if (args.advantage_per_token) negative = load_own<kWhole>(own, args.advantages + at) < 0.0f;
     const Floats factor = of_segment ? by_sign<Floats>(negative, of_segment)
-                                     : factor_of(correction.rule.action, correction.rule.strict, by_sign<Floats>(negative, low),
-                                                 by_sign<Floats>(negative, high), v);
+                                     : factor_of(rule.action, rule.strict, by_sign<Floats>(negative, rule.low),
+                                                 by_sign<Floats>(negative, rule.high), v);
     const Floats defined = v != v ? v : factor;  // a token without a statistic is in no segment
     const Floats weight = args.token_weight ? load_own<kWhole>(own, args.token_weight + at) : all<Floats>(1.0f);
     present = counted<kWhole>(from, args.mask, at, present);
@@ -142,16 +138,7 @@ struct Factors {
       return;
     }
     alignas(kLine) int32_t kind[kPadded];
-    int covered = 0;
-    for (const Segment& segment : segments) {
-      for (; covered < segment.begin; ++covered) kind[covered] = kAbsent;
-      covered = segment.end;
-      const int32_t here = !args.advantage_per_token && args.advantages[segment.row] < 0.0f ? kNegative : kPositive;
-      for (int i = segment.begin; i < segment.end; i += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) kind[i + lane] = here;
-      }
-    }
-    for (; covered < n; ++covered) kind[covered] = kAbsent;
+    spread_kinds(args, n, segments, kind);
     for_each_vector(0, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
       const Ints here = load_lanes<Ints>(kind + i);  // the last row's goes on behind the tile
       write<decltype(whole)::value>(i, own, both(own, present_lanes(here)), here == kNegative, nullptr);
@@ -213,8 +200,6 @@ void reduce_leaves(const Leaves& leaves, const Workspace& space, const Reduce& r
   }
   gather_blocks(leaves, space.of_blocks, space.of_leaves);
 }
-
-constexpr RowFactor kNoFactor = {{1.0f, 1.0f}, true, false};
 
 // Multiplies the factors of a row with those of corrections by what its tokens are reduced to.
 void multiply(RowFactor& factor, const RowCorrection* begin, const RowCorrection* end, const TokenCorrection& correction,
@@ -284,8 +269,7 @@ void correct_row(const PolicyLossArgs& args, const Rows& rows, int64_t row) {
 
 void correct_rows(const PolicyLossArgs& args, const Rows& rows, int64_t chunk) {
   if (rows.broken) return;
-  const int64_t* ends = rows.cu_seqlens + 1;
-  int64_t row = std::upper_bound(ends, ends + rows.count, chunk * kChunk) - ends;
+  int64_t row = rows.first_ending_after(chunk * kChunk);
   for (; row < rows.count && rows.cu_seqlens[row] < (chunk + 1) * kChunk; ++row) correct_row(args, rows, row);
 }
 
@@ -301,7 +285,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
   const Reduction reduction = correction.reduction;
   const auto words_of = [&](int64_t segment) { return hierarchy.tables.sums + segment * kWords; };
 
-  if (hierarchy.depth > 0 && (whole || hierarchy.stage == Stage::sums)) {
+  if (hierarchy.depth > 0 && does(hierarchy, Stage::sums)) {
     reduce_leaves(leaves, space, {loops.reduce, !is_extremum(reduction)}, threads, [](int64_t) { return true; });
     for (int64_t p = 0; p < leaves.count(); ++p) space.segments[p] = {};
     for (int64_t p = 0; p < leaves.count(); ++p) {
@@ -311,7 +295,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
       for (int word = 0; word < kWords; ++word) words_of(s)[word] = word_of(space.segments[s], word, reduction);
     }
   }
-  if (!whole && hierarchy.stage != Stage::sweep) return;
+  if (!does(hierarchy, Stage::sweep)) return;
 
   if (hierarchy.depth == 0 && leaves.are_rows) {
     const Rows rows(args.cu_seqlens, args.rows, args.tokens);

@@ -94,121 +94,75 @@ const Choice& choice() {
 
 enum Status { kDone = 0, kNoKernels = hpo_unusable };
 
-template <class Call>
-int run(int64_t context, const Call& call) {
+// Runs a kernel of the chosen instruction set.
+template <class... Parameters, class... Arguments>
+int run(void (*Kernels::*kernel)(Parameters...), int64_t context, const Arguments&... arguments) {
   const Kernels* kernels = choice().kernels;
   if (!kernels) return kNoKernels;
   const int64_t most = 1024;
   const StandardArithmetic standard;
-  call(*kernels, forked || context < 1 ? 1 : int(context < most ? context : most));
+  (kernels->*kernel)(arguments..., forked || context < 1 ? 1 : int(context < most ? context : most));
   return kDone;
+}
+
+// The bytes of a workspace.
+template <class... Sizes>
+int64_t measure(int64_t (*Kernels::*workspace)(Sizes...), Sizes... sizes) {
+  const Kernels* kernels = choice().kernels;
+  return kernels ? (kernels->*workspace)(sizes...) : 0;
 }
 
 }  // namespace
 
 int64_t hpo_policy_loss_workspace(int64_t tokens, int64_t rows) {
-  const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->policy_loss_workspace(tokens, rows) : 0;
+  return measure(&Kernels::policy_loss_workspace, tokens, rows);
 }
-
 int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                     int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.policy_loss(*args, *structure, *numbers, threads); });
+  return run(&Kernels::policy_loss, context, *args, *structure, *numbers);
 }
-
 int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t leaves) {
-  const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->hierarchy_workspace(tokens, rows, leaves) : 0;
+  return measure(&Kernels::hierarchy_workspace, tokens, rows, leaves);
 }
-
 int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                   const hpo::Hierarchy* hierarchy, int64_t context) {
-  return run(context,
-             [&](const Kernels& kernels, int threads) { kernels.hierarchy(*args, *structure, *numbers, *hierarchy, threads); });
+  return run(&Kernels::hierarchy, context, *args, *structure, *numbers, *hierarchy);
 }
-
 int64_t hpo_correction_workspace(int64_t tokens, int64_t rows, int64_t leaves) {
-  const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->correction_workspace(tokens, rows, leaves) : 0;
+  return measure(&Kernels::correction_workspace, tokens, rows, leaves);
 }
-
 int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierarchy, const hpo::Correction* correction,
                    int64_t context) {
-  return run(context,
-             [&](const Kernels& kernels, int threads) { kernels.correction(*args, *hierarchy, *correction, threads); });
+  return run(&Kernels::correction, context, *args, *hierarchy, *correction);
 }
-
 int64_t hpo_group_normalise_workspace(int64_t units, int32_t terms) {
-  const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->group_normalise_workspace(units, terms) : 0;
+  return measure(&Kernels::group_normalise_workspace, units, terms);
 }
-
-int hpo_group_normalise(const hpo::GroupNormaliseArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.group_normalise(*args, threads); });
-}
-
-int64_t hpo_group_statistics_workspace(int64_t units) {
-  const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->group_statistics_workspace(units) : 0;
-}
-
-int hpo_group_statistics(const hpo::GroupStatisticsArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.group_statistics(*args, threads); });
-}
-
-int hpo_recurrence(const hpo::RecurrenceArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.recurrence(*args, threads); });
-}
-
+int64_t hpo_group_statistics_workspace(int64_t units) { return measure(&Kernels::group_statistics_workspace, units); }
 int64_t hpo_window_score_workspace(int64_t tokens, int64_t width) {
-  const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->window_score_workspace(tokens, width) : 0;
+  return measure(&Kernels::window_score_workspace, tokens, width);
 }
-
-int hpo_window_score(const hpo::WindowArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.window_score(*args, threads); });
-}
-
-int64_t hpo_order_statistic_workspace(int64_t tokens) {
-  const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->order_statistic_workspace(tokens) : 0;
-}
-
-int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.order_statistic(*args, threads); });
-}
-
-int hpo_select(const hpo::SelectArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.select(*args, threads); });
-}
-
+int64_t hpo_order_statistic_workspace(int64_t tokens) { return measure(&Kernels::order_statistic_workspace, tokens); }
 int64_t hpo_order_statistics_workspace(int64_t tokens, int64_t segments) {
-  const Kernels* kernels = choice().kernels;
-  return kernels ? kernels->order_statistics_workspace(tokens, segments) : 0;
+  return measure(&Kernels::order_statistics_workspace, tokens, segments);
 }
 
-int hpo_order_statistics(const hpo::OrderStatisticsArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.order_statistics(*args, threads); });
-}
-
-int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.row_counts(*args, threads); });
-}
-
-int hpo_row_spans(const hpo::RowSpansArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.row_spans(*args, threads); });
-}
-
-int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.token_logprobs(*args, threads); });
-}
-
-int hpo_token_logprobs_backward(const hpo::LogprobsBackwardArgs* args, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.token_logprobs_backward(*args, threads); });
-}
+#define HPO_CALL(kernel, Args) \
+  int hpo_##kernel(const hpo::Args* args, int64_t context) { return run(&Kernels::kernel, context, *args); }
+HPO_CALL(group_normalise, GroupNormaliseArgs)
+HPO_CALL(group_statistics, GroupStatisticsArgs)
+HPO_CALL(recurrence, RecurrenceArgs)
+HPO_CALL(window_score, WindowArgs)
+HPO_CALL(order_statistic, OrderStatisticArgs)
+HPO_CALL(select, SelectArgs)
+HPO_CALL(order_statistics, OrderStatisticsArgs)
+HPO_CALL(row_counts, RowCountsArgs)
+HPO_CALL(row_spans, RowSpansArgs)
+HPO_CALL(token_logprobs, LogprobsArgs)
+HPO_CALL(token_logprobs_backward, LogprobsBackwardArgs)
 
 int hpo_widen(const uint16_t* from, float* to, int64_t count, int64_t context) {
-  return run(context, [&](const Kernels& kernels, int threads) { kernels.widen(from, to, count, threads); });
+  return run(&Kernels::widen, context, from, to, count);
 }
 
 const char* hpo_error(int status) { return status == kNoKernels ? choice().error.c_str() : "no error"; }

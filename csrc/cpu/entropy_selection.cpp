@@ -113,12 +113,12 @@ Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept
     if (kMark) _mm512_storeu_si512(marks.selected + i, _mm512_maskz_set1_epi8(from_low, 1));
   }
   found.all_finite = _mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q) == 0;
-  for (int64_t k = 0; k < found.kept; ++k) kept[k] = key_of(from_bits(int32_t(kept[k])));
+  for (int64_t k = 0; k < found.kept; ++k) kept[k] = order_key(from_bits(int32_t(kept[k])));
 #endif
   uint32_t keys[kPart];
   int32_t below = 0;
   for (int64_t j = i; j < n; ++j) {
-    keys[j - i] = key_of(scores[j]);
+    keys[j - i] = order_key(scores[j]);
     below += keys[j - i] < range.low;
   }
   uint32_t positions[kPart];
@@ -172,7 +172,7 @@ KeyRange bracket(const OrderStatisticArgs& args, const Scores& scores, int threa
   for_each_range(size, threads, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const uint64_t place = uint64_t(uint32_t(i) * 0x9E3779B9u) * uint64_t(args.tokens) >> 32;
-      words[i] = key_of(scores.sample(int64_t(place)));
+      words[i] = order_key(scores.sample(int64_t(place)));
     }
   });
   int64_t drawn = 0;

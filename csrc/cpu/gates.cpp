@@ -82,17 +82,13 @@ int64_t policy_loss_workspace(int64_t tokens, int64_t rows) { return Workspace(n
 void policy_loss(const PolicyLossArgs& given, const GateStructure& structure, const GateNumbers& numbers, int threads) {
   const Workspace space(given.workspace, given.tokens, given.rows);
   const PolicyLossArgs args = space.row_factors.added_to(given, true, threads);
-  const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
+  const Rows rows(args.cu_seqlens, args.rows, args.tokens);
+  const Call call = {args, structure, numbers, rows};
   threads = worthwhile(threads, args.tokens + args.rows);
   std::memset(space.seen, 0, size_t(args.rows));
 
-  Partial total;
   run_token_gate(call, threads, space);
-  for (int64_t chunk = 0; chunk < ceil_divide(args.tokens, kChunk); ++chunk) total.add(space.partials[chunk]);
-  int64_t seen = 0;
-  const int64_t rows = args.rows;
-  for (int64_t row = 0; row < rows; ++row) seen += space.seen[row];
-  finish(call, total, seen, call.rows.broken);
+  finish(call, space.partials, ceil_divide(args.tokens, kChunk), space.seen, call.rows.broken);
 }
 
 }  // namespace hpo::HPO_ISA

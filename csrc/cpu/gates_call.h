@@ -50,7 +50,7 @@ inline void add_entropy(const float* __restrict entropy, int n, Tile& tile, Part
 // Everything about a tile that is the same under every gate.
 inline void measure(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                     Partial& partial) {
-  load(call, first, n, segments, true, tile, partial);
+  load(call, first, n, segments, tile, partial);
   mark_rows(segments, tile.kind, seen);
   fill_tile_ratios(n, tile, partial);
 }
@@ -101,7 +101,12 @@ inline PolicyLossArgs without_gradient(PolicyLossArgs args) {
   return args;
 }
 
-inline void finish(const Call& call, const Partial& total, int64_t rows_seen, int64_t broken) {
+// Loss and metrics from the partials of all tasks; seen: [rows], 1 where a row has a valid token.
+inline void finish(const Call& call, const Partial* partials, int64_t tasks, const uint8_t* seen, int64_t broken) {
+  Partial total;
+  for (int64_t task = 0; task < tasks; ++task) total.add(partials[task]);
+  int64_t rows_seen = 0;
+  for (int64_t row = 0; row < call.args.rows; ++row) rows_seen += seen[row];
   const double sum = total.total(kLossSum) + total.total(kPenaltySum);
   const double loss = sum < -FLT_MAX ? -FLT_MAX : (sum > FLT_MAX ? FLT_MAX : sum);
   float smallest = INFINITY, largest = -INFINITY;

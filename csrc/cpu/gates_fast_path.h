@@ -10,12 +10,6 @@
 
 namespace hpo::HPO_ISA {
 
-// Whether tokens have inputs of their own.
-inline bool has_token_inputs(const PolicyLossArgs& args) {
-  return args.ref_logp || args.advantage_per_token || weighs_tokens(args) || args.token_mask || args.score || args.entropy ||
-         args.low || args.high || args.kl_weight;
-}
-
 // Up to it e^x needs no power of two: just below ln 2 / 2.
 constexpr float kNear = 0.3465f;
 
@@ -104,6 +98,11 @@ struct FastSource {
   FastSource(const PolicyLossArgs& args, int64_t first)
       : logp(args.logp + first),
         old_logp(args.old_logp ? args.old_logp + first : logp) {}  // on-policy: x = 0, or NaN where logp is
+
+  template <bool kWhole>
+  HPO_INLINE Floats log_ratio(int i, Mask own) const {
+    return load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+  }
 
   template <bool kTakenForNear, bool kWhole>
   HPO_INLINE FastVector<kWhole> vector(int i, int part, Mask own, Mask present, FastSums& sums) const {

@@ -12,7 +12,7 @@ struct Call {
   const PolicyLossArgs& args;
   const GateStructure& structure;
   const GateNumbers& numbers;
-  Rows rows;
+  const Rows& rows;
 };
 
 // How many tokens of a tile the mask keeps; `some` is always right. Most tiles of a padded batch are of another kind.
@@ -108,23 +108,29 @@ inline void multiply_token_factors(const PolicyLossArgs& args, int64_t first, in
   }
 }
 
+// Writes the kinds of tokens as far as rows say them.
+inline void spread_kinds(const PolicyLossArgs& args, int n, const Segments& segments, int32_t* kind) {
+  int covered = 0;
+  for (const Segment& segment : segments) {
+    for (int i = covered; i < segment.begin; ++i) kind[i] = kAbsent;
+    covered = segment.end;
+    const int32_t here = !args.advantage_per_token && args.advantages[segment.row] < 0.0f ? kNegative : kPositive;
+    for (int i = segment.begin; i < segment.end; i += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) kind[i + lane] = here;
+    }
+  }
+  for (int i = covered; i < n; ++i) kind[i] = kAbsent;
+}
+
 // kind and coefficient as far as rows say them; true if some coefficient may be infinite or NaN.
 inline bool load_row_numbers(const PolicyLossArgs& args, int n, const Segments& segments, Tile& tile) {
   bool doubtful = false;
-  int covered = 0;
-  for (const Segment& segment : segments) {
-    for (int i = covered; i < segment.begin; ++i) tile.kind[i] = kAbsent;
-    covered = segment.end;
-    const float advantage = args.advantage_per_token ? 1.0f : args.advantages[segment.row];
-    const float coefficient = args.weights[segment.row] * advantage;
-    const int32_t kind = advantage < 0.0f ? kNegative : kPositive;
+  spread_kinds(args, n, segments, tile.kind);
+  spread_rows(segments, tile.coefficient, [&](int64_t row) {
+    const float coefficient = args.weights[row] * (args.advantage_per_token ? 1.0f : args.advantages[row]);
     doubtful |= !finite(coefficient);
-    for (int i = segment.begin; i < segment.end; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) tile.kind[i + lane] = kind;
-      for (int lane = 0; lane < kLanes; ++lane) tile.coefficient[i + lane] = coefficient;
-    }
-  }
-  for (int i = covered; i < n; ++i) tile.kind[i] = kAbsent;
+    return coefficient;
+  });
   return doubtful;
 }
 
@@ -245,10 +251,8 @@ inline void choose(const Call& call, int64_t first, int n, bool doubtful, Tile& 
   }
 }
 
-// Everything about the tokens [first, first + n) that does not depend on the gate. A second sweep may pass without the
-// log-ratios: they change nothing there unless some were exceptional.
-inline void load(const Call& call, int64_t first, int n, const Segments& segments, bool with_log_ratios, Tile& tile,
-                 Partial& partial) {
+// Everything about the tokens [first, first + n) that does not depend on the gate.
+inline void load(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, Partial& partial) {
   if (tile.has_infinite) {
     for (int32_t& each : tile.infinite) each = 0;
     tile.has_infinite = false;
@@ -257,7 +261,7 @@ inline void load(const Call& call, int64_t first, int n, const Segments& segment
                         load_targets(call.args, call.structure.head, first, n, segments, tile) |
                         load_bounds_of_tokens(call, first, n, tile);
   apply_mask(call.args, first, n, tile);
-  if (with_log_ratios) load_log_ratios(call.args, first, n, tile, partial);
+  load_log_ratios(call.args, first, n, tile, partial);
   choose(call, first, n, doubtful, tile, partial);
 }
 

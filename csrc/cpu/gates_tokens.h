@@ -298,14 +298,12 @@ struct FastTiles {
 };
 
 inline FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {
-  if (has_token_inputs(args)) {
-    switch (given(args)) {
-      case Given::reference: return pick_token_inputs<Given::reference>(kind);
-      case Given::weights: return pick_token_inputs<Given::weights>(kind);
-      default: return pick_token_inputs<Given::anything>(kind);
-    }
+  switch (given(args)) {
+    case Given::nothing: return masked ? FastTiles<true>::pick(kind) : FastTiles<false>::pick(kind);
+    case Given::reference: return pick_token_inputs<Given::reference>(kind);
+    case Given::weights: return pick_token_inputs<Given::weights>(kind);
+    default: return pick_token_inputs<Given::anything>(kind);
   }
-  return masked ? FastTiles<true>::pick(kind) : FastTiles<false>::pick(kind);
 }
 
 }  // namespace hpo::HPO_ISA

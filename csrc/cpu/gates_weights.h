@@ -44,6 +44,8 @@ struct CorrectedWeights {
   }
 };
 
+constexpr RowFactor kNoFactor = {{1.0f, 1.0f}, true, false};
+
 // Writes the weights of the tokens [from, to) behind `begin`, with the factor of their row, if there is one, and that of their
 // own statistic. kAlike: their advantages have one sign. The function is not inline, so that the loops of gates keep their
 // numbers in registers.
@@ -51,7 +53,7 @@ template <bool kOfTokens, bool kAlike>
 __attribute__((noinline)) void write_weights_of(const CorrectedWeights& of, const RowFactor* row, int64_t begin, int from,
                                                 int to, const Signs& signs, float* weights) {
   const CorrectedWeights local = of;  // stores may alias
-  const RowFactor of_row = row ? *row : RowFactor{{1.0f, 1.0f}, true, false};
+  const RowFactor of_row = row ? *row : kNoFactor;
   const Signs sign = signs;
   for_each_vector(from, to, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;

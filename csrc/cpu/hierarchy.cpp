@@ -154,9 +154,10 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
                const Hierarchy& hierarchy, int threads) {
   Workspace space(given.workspace, given.tokens, given.rows, hierarchy.leaves);
   const bool whole = hierarchy.stage == Stage::whole;
-  const auto reaches = [&](Stage stage) { return whole || hierarchy.stage == stage; };
+  const auto reaches = [&](Stage stage) { return does(hierarchy, stage); };
   const PolicyLossArgs args = space.row_factors.added_to(given, reaches(Stage::sums), threads);
-  const Call call = {args, structure, numbers, Rows(args.cu_seqlens, args.rows, args.tokens)};
+  const Rows rows(args.cu_seqlens, args.rows, args.tokens);
+  const Call call = {args, structure, numbers, rows};
   const Leaves leaves(hierarchy, args, space.start);
   const TokenPlan plan(call, hierarchy);
   const Calls calls(call);
@@ -209,12 +210,8 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
       gather_blocks(leaves, space.flows_of_blocks, space.flows);
       find_largest(leaves, space, threads);
     }
-    Partial total;
     const int64_t tasks = by_tiles ? ceil_divide(args.tokens, kChunk) : leaves.tasks();
-    for (int64_t task = 0; task < tasks; ++task) total.add(space.partials[task]);
-    int64_t seen = 0;
-    for (int64_t row = 0; row < args.rows; ++row) seen += space.seen[row];
-    finish(call, total, seen, call.rows.broken + leaves.broken);
+    finish(call, space.partials, tasks, space.seen, call.rows.broken + leaves.broken);
   }
 
   if (!some_together || !plan.carries) return;

@@ -197,7 +197,7 @@ struct Sweeps {
         return gate.finish_fast(calls.of(masked), at, n, weights, scratch.tile, partial);
       }
       scratch.whole.set(block.row, 0, n);
-      load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
+      load(call, at, n, scratch.whole, scratch.tile, scratch.counted);
       finish_tile(call, gate, at, n, scratch.whole, scratch.tile, partial);
       if (plan.pays) {
         float* grad = call.args.grad ? call.args.grad + at : scratch.tile.grad;
@@ -212,7 +212,7 @@ struct Sweeps {
   void write_token_losses(const Block& block, const BlockGate& gate, Scratch& scratch) const {
     for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
       scratch.whole.set(block.row, 0, n);
-      load(call, at, n, scratch.whole, true, scratch.tile, scratch.counted);
+      load(call, at, n, scratch.whole, scratch.tile, scratch.counted);
       write_token_loss(call, gate, at, n, scratch.whole, scratch.tile);
     });
   }
@@ -277,7 +277,7 @@ struct Sweeps {
 
     HPO_INLINE Alike(const Sweeps& sweeps, const Block& block, const LeafGate& leaf) {
       const float advantage = sweeps.call.args.advantages[block.row];
-      token = gate_token<float>(leaf, false, true, sweeps.plan.keep, advantage < 0.0f, 0.0f, 0.0f, 0.0f);
+      token = gate_token<float>(leaf, false, true, sweeps.plan.term.keep, advantage < 0.0f, 0.0f, 0.0f, 0.0f);
       value = token_value(sweeps.call.args.weights[block.row] * advantage, token.z);
     }
   };
@@ -344,7 +344,7 @@ struct Sweeps {
         return add_to_fast(plan.term, calls.of(masked).args, at, block.row, begin, n, aggregate_grad);
       }
       scratch.whole.set(block.row, begin, n);
-      load(call, at, n, scratch.whole, true, tile, scratch.counted);
+      load(call, at, n, scratch.whole, tile, scratch.counted);
       float* grad = call.args.grad + at;
       for_each_vector(begin, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
         constexpr bool kWhole = decltype(whole)::value;

@@ -71,8 +71,7 @@ using CountOpenWeighted = void (*)(const OpenLevels&, const PolicyLossArgs&, con
 template <bool kSplit, bool kMasked>
 void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t first, int begin, int end,
                 MaskPair* inside_and_falling, OpenCounts& counts) {
-  const float* logp = args.logp + first;
-  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  const FastSource source(args, first);
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   const OpenBounds<kSplit> bounds(levels);
   LaneCount present_count;
@@ -80,7 +79,7 @@ void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t fi
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Mask present = kMasked ? present_own<kWhole>(own, mask + i) : own;
-    const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+    const Floats x = source.log_ratio<kWhole>(i, own);
     const Mask not_above = bounds.not_above(present, x), inside = bounds.not_below(not_above, x);
     if (kMasked) present_count.add(present);
     not_above_sum = add_where(not_above, Ints{} + 1, not_above_sum);
@@ -97,8 +96,7 @@ void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t fi
 template <bool kSplit>
 void count_open_weighted(const OpenLevels& levels, const PolicyLossArgs& args, const Block& block, const BlockWeights& weights,
                          MaskPair* inside_and_falling, OpenCounts& counts) {
-  const float* logp = args.logp + block.first;
-  const float* old_logp = args.old_logp ? args.old_logp + block.first : logp;
+  const FastSource source(args, block.first);
   const OpenBounds<kSplit> bounds(levels);
   double above_lanes[kLanes] = {}, below_lanes[kLanes] = {};
   GroupSum above_weight(above_lanes), below_weight(below_lanes);
@@ -109,7 +107,7 @@ void count_open_weighted(const OpenLevels& levels, const PolicyLossArgs& args, c
       [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
         constexpr bool kWhole = decltype(whole)::value;
         const Floats weight = load_own<kWhole>(own, weights.of_token + i);
-        const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+        const Floats x = source.log_ratio<kWhole>(i, own);
         const Mask chosen = but_not(own, is_nan(weight));
         const Mask not_above = bounds.not_above(chosen, x), inside = bounds.not_below(not_above, x);
         const Mask above = but_not(chosen, not_above), below = but_not(not_above, inside);
@@ -152,16 +150,14 @@ template <bool kMasked, bool kKept, bool kFlows, bool kWeighted>
 void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, float coefficient, const float* weights,
                 const MaskPair* inside_and_falling, const AggregateGrad& aggregate_grad, double* lost) {
   float* grad = args.grad ? args.grad + first : nullptr;
-  const float* logp = args.logp + first;
-  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  const FastSource source(args, first);
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   const Floats a = all<Floats>(coefficient), rise = all<Floats>(aggregate_grad.rising),
                fall = all<Floats>(aggregate_grad.falling);
   GroupSum loss(lost);
   const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
-    const Floats ratio = kKept ? load_own<kWhole>(own, grad + i)
-                               : exp_of_number(load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i));
+    const Floats ratio = kKept ? load_own<kWhole>(own, grad + i) : exp_of_number(source.log_ratio<kWhole>(i, own));
     Mask inside, falls;
     load_masks(inside_and_falling + unsigned(i) / kWidth, inside, falls);
     if (!kWhole) inside = both(own, inside);  // a vector without a token of the block holds masks of another block
@@ -181,8 +177,7 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
 // the others. Weights, which may be null, multiply own_gradient.
 inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begin, int end, const PreClip& clip, int sign,
                              float own_gradient, float aggregate_grad, const float* weights) {
-  const float* logp = args.logp + first;
-  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  const FastSource source(args, first);
   float* grad = args.grad + first;
   const bool clips = clip.low[sign] > -INFINITY || clip.high[sign] < INFINITY;  // else log-ratios need not be read again
   const Floats low = all<Floats>(clip.low[sign]), high = all<Floats>(clip.high[sign]);
@@ -191,7 +186,7 @@ inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begi
     constexpr bool kWhole = decltype(whole)::value;
     Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
     if (clips) {
-      const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+      const Floats x = source.log_ratio<kWhole>(i, own);
       present = both(present, both(at_least(x, low), at_least(high, x)));
     }
     Floats here = each;

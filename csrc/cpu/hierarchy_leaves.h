@@ -56,15 +56,7 @@ struct Leaves {
   int64_t ancestor(int k, int64_t p) const { return ancestor_of(hierarchy, k, p); }
 
   // The first leaf that starts at or behind this token.
-  int64_t starting_at(int64_t token) const {
-    int64_t low = 0, high = count();
-    while (low < high) {
-      const int64_t middle = low + (high - low) / 2;
-      if (start[middle] < token) low = middle + 1;
-      else high = middle;
-    }
-    return low;
-  }
+  int64_t starting_at(int64_t token) const { return std::lower_bound(start, start + count(), token) - start; }
 
   // Calls body(block) for the blocks of a task.
   template <class Body>

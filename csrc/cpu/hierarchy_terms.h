@@ -156,13 +156,31 @@ struct TermOfTokens {
   }
 };
 
+// Sums of kinds over the vectors of one leaf, and whether any of its tokens has a flow past its gate.
+struct LeafCounts {
+  Ints chosen = {}, below = {}, above = {}, flows = {};
+
+  HPO_INLINE void add(Ints kind, const GatedTokenNumber<Floats>& token) {
+    chosen += kind;
+    below = add_where(token.below, kind, below);
+    above = add_where(token.above, kind, above);
+  }
+
+  GateCounts finish(TokenTerms& terms) const {
+    int32_t some_flow = 0;
+    for (int lane = 0; lane < kWidth; ++lane) some_flow |= flows[lane];
+    terms.flows = some_flow != 0;
+    return {sum_lanes(chosen), sum_lanes(below), sum_lanes(above)};
+  }
+};
+
 // The terms of the tokens of one leaf, vector by vector.
 struct LeafTerms {
   const TermPlan& plan;
   const LeafGate& leaf;
   TokenTerms& terms;
   float *loss, *grad;
-  Ints chosen = {}, below = {}, above = {}, flows = {};
+  LeafCounts counts = {};
 
   template <class RatioOf>
   HPO_INLINE void step(Head head, int i, Ints kind, Floats entering, Floats x, Floats low, Floats high, Floats coefficient,
@@ -178,21 +196,8 @@ struct LeafTerms {
     const Floats rising = slope * token.rising_step, falling = slope * token.falling_step;
     store_lanes(rising, terms.past_token[0] + i);
     store_lanes(falling, terms.past_token[1] + i);
-    flows |= (rising != 0.0f) | (falling != 0.0f);
-    chosen += kind;
-    below = add_where(token.below, kind, below);
-    above = add_where(token.above, kind, above);
-  }
-
-  GateCounts counts() const {
-    GateCounts found;
-    int32_t some_flow = 0;
-    for (int lane = 0; lane < kWidth; ++lane) {
-      found.chosen += chosen[lane], found.below += below[lane], found.above += above[lane];
-      some_flow |= flows[lane];
-    }
-    terms.flows = some_flow != 0;
-    return found;
+    counts.flows |= (rising != 0.0f) | (falling != 0.0f);
+    counts.add(kind, token);
   }
 };
 
@@ -206,7 +211,7 @@ GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& til
     each.step(kHead, i, load_lanes<Ints>(tile.chosen + i), load(entering), load(tile.x), load(terms.low), load(terms.high),
               load(coefficient), load(terms.kept), load(terms.logp), load(terms.target), Exponential{});
   }
-  return each.counts();
+  return each.counts.finish(terms);
 }
 
 struct TokenBounds {
@@ -248,7 +253,7 @@ GateCounts fast_term_loop(const TermPlan& plan, const LeafGate& leaf, const Toke
       step(plan.head, plan.pre_gated ? pre_gate<Floats>(plan.numbers, plan.head, negative, x) : x, Exponential{});
     }
   });
-  return each.counts();
+  return each.counts.finish(terms);
 }
 
 inline FastLoop pick_fast_term_loop(const TermPlan& plan) {

@@ -23,7 +23,7 @@ struct TokenGates {
   const float keep;
   TokenTerms& terms;
   float *loss, *grad;
-  Ints chosen = {}, below_sum = {}, above_sum = {}, flows = {};
+  LeafCounts counts = {};
 
   TokenGates(const LeafGate& leaf, float keep, TokenTerms& terms, float* loss, float* grad)
       : leaf(leaf), keep(keep), terms(terms), loss(loss), grad(grad) {}
@@ -41,20 +41,9 @@ struct TokenGates {
       const Floats rising = value * token.rising_step, falling = value * token.falling_step;
       store_lanes(rising, terms.past_token[0] + i);
       if (kSplit) store_lanes(falling, terms.past_token[1] + i);
-      flows |= (rising != 0.0f) | (falling != 0.0f);
+      counts.flows |= (rising != 0.0f) | (falling != 0.0f);
     }
-    chosen += kind;
-    below_sum = add_where(token.below, kind, below_sum);
-    above_sum = add_where(token.above, kind, above_sum);
-  }
-
-  GateCounts counts() const {
-    GateCounts found;
-    int32_t some_flow = 0;
-    found.chosen = sum_lanes(chosen), found.below = sum_lanes(below_sum), found.above = sum_lanes(above_sum);
-    for (int lane = 0; lane < kWidth; ++lane) some_flow |= flows[lane];
-    terms.flows = some_flow != 0;
-    return found;
+    counts.add(kind, token);
   }
 };
 
@@ -74,7 +63,7 @@ GateCounts token_loop(const LeafGate& leaf, float keep, const TokenBounds& bound
     gates.step(i, kind, load_lanes<Floats>(tile.x + i), load_lanes<Floats>(coefficient + i), low, high,
                kScoreHead ? load_lanes<Floats>(logp + i) : Floats{});
   }
-  return gates.counts();
+  return gates.counts.finish(terms);
 }
 
 // A fast-path tile: its tokens have one advantage, and are read where they are.
@@ -100,7 +89,7 @@ GateCounts fast_loop(const TermPlan& plan, const LeafGate& leaf, const TokenBoun
     const Floats x = difference(chosen, logp, load_own<kWhole>(own, source.old_logp + i));
     gates.step(i, keep_if(chosen, kind), x, a, low, high, logp);
   });
-  return gates.counts();
+  return gates.counts.finish(terms);
 }
 
 template <bool kScoreHead, bool kSplit>
@@ -147,7 +136,6 @@ struct TokenPlan {
   OpenLoops open_loops;
   MeasureFast measure_fast;
   TokenBounds bounds;
-  float keep;  // 0 where the finest level takes the place of the token's own slope
   bool driven;  // tokens have bounds of their own
   bool carries;  // gradient flows through the aggregate of some level
   bool by_sign;  // and through one that is not the finest
@@ -186,7 +174,6 @@ struct TokenPlan {
       bounds.high[sign] = clips ? float(hierarchy.token_high[sign]) : INFINITY;
       driven |= clips && ((call.args.low && structure.low_driven[sign]) || (call.args.high && structure.high_driven[sign]));
     }
-    keep = term.keep;
     carries = through && structure.head != Head::score && call.args.grad;
     by_sign &= carries;
     fills_last = drops && carries && !(weighs && to_self) && !call.args.ref_logp;  // else each token has its own besides
@@ -266,13 +253,13 @@ struct BlockGate {
  private:
   // The loop goes on to the end of a vector; tensors may not.
   GateCounts run_loop(Tile& tile, const float* coefficient, const float* logp, float* loss, float* grad, int n) const {
-    if (n % kLanes == 0) return plan.loop(leaf, plan.keep, plan.bounds, tile, coefficient, logp, terms, loss, grad, n);
+    if (n % kLanes == 0) return plan.loop(leaf, plan.term.keep, plan.bounds, tile, coefficient, logp, terms, loss, grad, n);
     alignas(64) float own_logp[kPadded], own_loss[kPadded], own_grad[kPadded];
     for (int i = n; i < n + kLanes; ++i)
       tile.chosen[i] = kAbsent, tile.x[i] = own_logp[i] = terms.low[i] = terms.high[i] = 0.0f;
     std::memcpy(own_logp, logp, size_t(n) * sizeof(float));
     const GateCounts counts =
-        plan.loop(leaf, plan.keep, plan.bounds, tile, coefficient, own_logp, terms, own_loss, own_grad, n);
+        plan.loop(leaf, plan.term.keep, plan.bounds, tile, coefficient, own_logp, terms, own_loss, own_grad, n);
     std::memcpy(loss, own_loss, size_t(n) * sizeof(float));
     std::memcpy(grad, own_grad, size_t(n) * sizeof(float));
     return counts;
@@ -312,12 +299,11 @@ struct BlockGate {
 inline void add_to_fast(const TermPlan& plan, const PolicyLossArgs& args, int64_t first, int64_t row, int begin, int end,
                         const AggregateGrad& aggregate_grad) {
   const Ints negative = Ints{} - (args.advantages[row] < 0.0f);
-  const float* logp = args.logp + first;
-  const float* old_logp = args.old_logp ? args.old_logp + first : logp;
+  const FastSource source(args, first);
   float* grad = args.grad + first;
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
-    const Floats x = load_own<kWhole>(own, logp + i) - load_own<kWhole>(own, old_logp + i);
+    const Floats x = source.log_ratio<kWhole>(i, own);
     Floats flow = blend(less(x, Floats{}), all<Floats>(aggregate_grad.falling), all<Floats>(aggregate_grad.rising));
     flow = plan.through_pre_gate(negative, x, flow);
     const Floats here = args.mask ? keep_if(present_own<kWhole>(own, args.mask + first + i), flow) : flow;

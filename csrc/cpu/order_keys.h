@@ -17,9 +17,6 @@ struct KeyRange {
   bool holds(uint32_t key) const { return key - low <= span; }
 };
 
-// -0 and +0 have one key, so that keys have the order of the floats.
-inline uint32_t key_of(float x) { return order_key(x + 0.0f); }
-
 inline KeyRange finite_keys() {
   const uint32_t low = order_key(-INFINITY) + 1;
   return {low, order_key(INFINITY) - 1 - low};

@@ -1,6 +1,8 @@
 // Packed rows seen from a tile of tokens: vectorised loops run over tiles and know no rows; what a row says is written into
 // the tile first, segment by segment.
 #pragma once
+#include <algorithm>
+
 #include "hpo/api.h"
 #include "hpo/gates.h"
 #include "parallel.h"
@@ -69,6 +71,12 @@ struct Rows {
     }
   }
 
+  // Of rows in order.
+  int64_t first_ending_after(int64_t token) const {
+    const int64_t* ends = cu_seqlens + 1;
+    return std::upper_bound(ends, ends + count, token) - ends;
+  }
+
   bool continues_elsewhere(int64_t row, int64_t chunk) const {
     return broken || cu_seqlens[row] < chunk * kChunk || cu_seqlens[row + 1] > (chunk + 1) * kChunk;
   }
@@ -78,7 +86,7 @@ struct Rows {
 class RowWalk {
  public:
   RowWalk(const Rows& rows, int64_t first_token) : rows_(rows) {
-    if (!rows.broken) row_ = first_ending_after(first_token);
+    if (!rows.broken) row_ = rows.first_ending_after(first_token);
   }
 
   void segments(int64_t tile_begin, int64_t tile_end, Segments& out) {
@@ -96,16 +104,6 @@ class RowWalk {
   }
 
  private:
-  int64_t first_ending_after(int64_t token) const {
-    int64_t low = 0, high = rows_.count;
-    while (low < high) {
-      const int64_t middle = low + (high - low) / 2;
-      if (rows_.cu_seqlens[middle + 1] <= token) low = middle + 1;
-      else high = middle;
-    }
-    return low;
-  }
-
   // Calls body(row, begin, end), in the order of rows, with what each has of a tile; stops where it returns false.
   template <class Body>
   bool for_each_part(int64_t tile_begin, int64_t tile_end, const Body& body) const {

@@ -45,14 +45,14 @@ Range segment_at(const OrderStatisticsArgs& args, int64_t place) {
 // Writes the keys of the finite ones of at most kPart values, counts them, and adds the errors.
 int64_t write_keys(const float* __restrict values, int64_t n, uint32_t* __restrict keys, int64_t& errors) {
   if (all_finite(values, n)) {
-    for (int64_t i = 0; i < n; ++i) keys[i] = key_of(values[i]);
+    for (int64_t i = 0; i < n; ++i) keys[i] = order_key(values[i]);
     return n;
   }
   int64_t finite = 0;
   for (int64_t i = 0; i < n; ++i) {
     const bool counts = is_finite(values[i]);
     errors += !counts && values[i] != -INFINITY;
-    keys[finite] = key_of(values[i]);
+    keys[finite] = order_key(values[i]);
     finite += counts;
   }
   return finite;

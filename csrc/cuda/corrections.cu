@@ -45,9 +45,7 @@ struct Call {
     if (hierarchy.stage != Stage::whole) workspace.segments = hierarchy.tables.sums;
   }
 
-  __device__ __forceinline__ bool reaches(Stage stage) const {
-    return hierarchy.stage == Stage::whole || hierarchy.stage == stage;
-  }
+  __device__ __forceinline__ bool reaches(Stage stage) const { return does(hierarchy, stage); }
 
   __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, int(gridDim.x)); }
 

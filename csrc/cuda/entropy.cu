@@ -62,13 +62,10 @@ struct WideWindows {
   int *count, *counts[2];  // [tokens]
 
   int64_t place(void* base, int64_t tokens) {
-    char* at = static_cast<char*>(base);
-    const auto take = [&](auto*& array) {
-      array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(at);
-      at += (tokens * int64_t(sizeof *array) + 15) / 16 * 16;
-    };
-    take(window), take(folded), take(level[0]), take(level[1]), take(count), take(counts[0]), take(counts[1]);
-    return at - static_cast<char*>(base);
+    Placement placement(base);
+    placement.take(window, tokens), placement.take(folded, tokens), placement.take(count, tokens);
+    for (int i = 0; i < 2; ++i) placement.take(level[i], tokens), placement.take(counts[i], tokens);
+    return placement.bytes();
   }
 };
 
@@ -168,8 +165,7 @@ extern "C" int hpo_window_score(const hpo::WindowArgs* args, int64_t context) {
   else if (args->aggregate == WindowAggregate::min) launch_windows<Least>(windows, stream);
   else launch_windows<Sum>(windows, stream);
   if (args->boundary == Boundary::carry && args->rows > 0) {
-    const dim3 blocks(unsigned(std::min(args->rows, int64_t(1) << 16)));
-    HPO_LAUNCH(carry_rows, blocks, dim3(kThreads), 0, stream, windows);
+    HPO_LAUNCH(carry_rows, blocks_of(args->rows), dim3(kThreads), 0, stream, windows);
   }
   return int(cudaGetLastError());
 }

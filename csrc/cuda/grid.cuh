@@ -16,6 +16,9 @@ constexpr int64_t kMaxBlocks = 512;
 // block by block.
 constexpr int kBlocksOfThree = 396;
 
+// A block for each of `count`, or fewer that take several.
+inline dim3 blocks_of(int64_t count) { return dim3(unsigned(std::min(count, int64_t(1) << 16))); }
+
 inline int blocks_for(int64_t threads, int of_block = kThreads) {
   return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + of_block - 1) / of_block)));
 }

@@ -66,7 +66,7 @@ struct Call : TokenCall {
     if (tables.aggregate_grad) workspace.aggregate_grad = tables.aggregate_grad;
   }
 
-  HPO_INLINE bool does(Stage stage) const { return hierarchy.stage == Stage::whole || hierarchy.stage == stage; }
+  HPO_INLINE bool does(Stage stage) const { return hpo::does(hierarchy, stage); }
 
   __device__ __forceinline__ int64_t segment_of(int k, int leaf) const {
     return k * hierarchy.leaves + ancestor_of(hierarchy, k, leaf);

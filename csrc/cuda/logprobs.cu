@@ -38,8 +38,6 @@ __global__ void __launch_bounds__(kThreads, 3) differentiate_rows(const Logprobs
 
 // ---------------------------------------------------------------------------------------------------------------- launch
 
-inline dim3 blocks_of(int64_t rows) { return dim3(unsigned(std::min(rows, int64_t(1) << 16))); }
-
 template <class Type, int kKept>
 void forward(const LogprobsArgs& args, cudaStream_t stream) {
   const dim3 blocks = blocks_of(args.rows);

@@ -88,7 +88,7 @@ __device__ __forceinline__ int64_t count_digit(const OrderStatisticsArgs& args, 
   for (int64_t place = places.first + team.member; place < places.end; place += team.size) {
     visit_segment(args, place, [&](int64_t, bool exists, float value) {
       errors += exists && !is_finite(value) && value != -INFINITY;
-      const unsigned key = order_key(value + 0.0f);
+      const unsigned key = order_key(value);
       const bool continues = shift + BITS == 32 || key >> (shift + BITS) % 32 == prefix;
       count_bin(histogram, exists && is_finite(value) && continues, key >> shift & ((1u << BITS) - 1u));
     });
@@ -115,7 +115,7 @@ __device__ __forceinline__ void select_alone(const OrderStatisticsArgs& args, co
   for (int64_t place = places.first; place < places.end; ++place) {
     visit_segment(args, place, [&](int64_t token, bool exists, float value) {
       const bool counts = exists && is_finite(value);
-      const unsigned key = order_key(value + 0.0f);
+      const unsigned key = order_key(value);
       const Count ties = count_flags(counts && key == least);
       if (counts) args.selected[token] = key > least || (key == least && ties.before < needed);
       needed = max(needed - ties.all, int64_t(0));
@@ -132,7 +132,7 @@ __device__ __forceinline__ void select_together(const OrderStatisticsArgs& args,
     int64_t ties = 0;
     visit_segment(args, place, [&](int64_t token, bool exists, float value) {
       const bool counts = exists && is_finite(value);
-      const unsigned key = order_key(value + 0.0f);
+      const unsigned key = order_key(value);
       ties += count_flags(counts && key == least).all;
       if (counts) args.selected[token] = key > least;
     });
@@ -159,7 +159,7 @@ __device__ __forceinline__ void select_together(const OrderStatisticsArgs& args,
     if (needed == 0 || __ldcg(team.ties + place) == 0) continue;
     int64_t left = needed;
     visit_segment(args, place, [&](int64_t token, bool exists, float value) {
-      const bool tied = exists && is_finite(value) && order_key(value + 0.0f) == least;
+      const bool tied = exists && is_finite(value) && order_key(value) == least;
       const Count ties = count_flags(tied);
       if (tied && ties.before < left) args.selected[token] = 1;
       left = max(left - ties.all, int64_t(0));
@@ -246,7 +246,7 @@ __device__ __forceinline__ bool scan_short_scope(const OrderStatisticsArgs& args
     const int64_t token = range.begin + i * kWarp + lane();
     const bool exists = token < range.end && (!args.mask || args.mask[token]);
     const float value = exists ? args.values[token] : 0.0f;
-    keys[i] = order_key(value + 0.0f);
+    keys[i] = order_key(value);
     const bool is_key = exists && is_finite(value);
     counts |= is_key ? 1u << i : 0u;
     population += __popc(__ballot_sync(kFullWarp, is_key));
@@ -338,10 +338,9 @@ extern "C" int hpo_order_statistics(const hpo::OrderStatisticsArgs* args, int64_
     HPO_LAUNCH_TOGETHER(scan_only_scope, dim3(unsigned(most)), threads, 0, stream, *args, team);
   } else if (args->tokens <= args->scopes * kShortOnAverage) {
     const int64_t blocks = (args->scopes * kWarp + kBinThreads - 1) / kBinThreads;
-    HPO_LAUNCH(scan_short_scopes, dim3(unsigned(std::min(blocks, int64_t(1) << 16))), threads, 0, stream, *args);
+    HPO_LAUNCH(scan_short_scopes, blocks_of(blocks), threads, 0, stream, *args);
   } else {
-    const dim3 blocks(unsigned(std::min(args->scopes, int64_t(1) << 16)));
-    HPO_LAUNCH(scan_scopes, blocks, threads, 0, stream, *args);
+    HPO_LAUNCH(scan_scopes, blocks_of(args->scopes), threads, 0, stream, *args);
   }
   return int(cudaGetLastError());
 }

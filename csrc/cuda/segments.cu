@@ -209,15 +209,15 @@ __global__ void __launch_bounds__(kThreads) scan_rows(const RecurrenceArgs args)
 extern "C" int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {
   using namespace hpo;
   if (args->rows == 0) return 0;
-  const int64_t blocks = std::min((args->rows + kWarps - 1) / kWarps, int64_t(1) << 16);
-  HPO_LAUNCH(count_rows, dim3(unsigned(blocks)), dim3(kThreads), 0, reinterpret_cast<cudaStream_t>(context), *args);
+  const dim3 blocks = blocks_of((args->rows + kWarps - 1) / kWarps);
+  HPO_LAUNCH(count_rows, blocks, dim3(kThreads), 0, reinterpret_cast<cudaStream_t>(context), *args);
   return int(cudaGetLastError());
 }
 
 extern "C" int hpo_row_spans(const hpo::RowSpansArgs* args, int64_t context) {
   using namespace hpo;
-  const int64_t blocks = std::min((args->rows + kWarps - 1) / kWarps + !args->rows, int64_t(1) << 16);
-  HPO_LAUNCH(find_spans, dim3(unsigned(blocks)), dim3(kThreads), 0, reinterpret_cast<cudaStream_t>(context), *args);
+  const dim3 blocks = blocks_of(std::max((args->rows + kWarps - 1) / kWarps, int64_t(1)));
+  HPO_LAUNCH(find_spans, blocks, dim3(kThreads), 0, reinterpret_cast<cudaStream_t>(context), *args);
   return int(cudaGetLastError());
 }
 

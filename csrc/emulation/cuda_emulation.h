@@ -5,8 +5,7 @@
 // bounds, a deadlock or an impossible launch throws an exception that names the kernel, block, thread and line; shared
 // memory starts as NaN. A cooperative launch holds three quarters of HPO_EMULATION_PROCESSORS blocks (4), because other
 // kernels may run beside it. A misaligned access fails, and so does a read of what another block writes in the same launch,
-// unless fences or a grid barrier make the value visible (memory_model.h). Not emulated: the memory model inside a block, and
-// the error of approximate functions: __expf and others are accurate here, except hpo::fast_exp2.
+// unless fences or a grid barrier make the value visible (memory_model.h). Not emulated: the memory model inside a block.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -133,7 +132,6 @@ inline unsigned ballot(unsigned mask, bool predicate, Site site) {
 #define __global__
 #define __device__
 #define __host__
-#define __constant__ static
 #define __launch_bounds__(...)
 #define __forceinline__ inline
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -206,7 +204,6 @@ HPO_ATOMIC(atomicInc, T(old) >= T(value) ? T(0) : old + 1)
 HPO_ATOMIC(atomicMin, value < old ? value : old)
 HPO_ATOMIC(atomicMax, old < value ? value : old)
 HPO_ATOMIC(atomicOr, old | value)
-HPO_ATOMIC(atomicAnd, old& value)
 HPO_ATOMIC(atomicExch, value)
 #undef HPO_ATOMIC
 template <class T, class = std::enable_if_t<std::is_integral_v<T> && (sizeof(T) >= 4)>>

@@ -7,22 +7,7 @@
 #include "device.h"
 
 // A vector checks its alignment where it is copied from and to. It is trivially made, so that shared arrays and unions can hold
-// it. T: the element; BYTES: what the GPU accesses at once.
-template <class T, size_t BYTES>
-struct alignas(BYTES) hpo_pair {
-  T x, y;
-  hpo_pair() = default;
-  hpo_pair(T x, T y) : x(x), y(y) {}
-  hpo_pair(const hpo_pair& other, hpo::emulation::Site site = hpo::emulation::Site()) {
-    hpo::emulation::check_load(&other, BYTES, site);
-    x = other.x, y = other.y;
-  }
-  hpo_pair& operator=(const hpo_pair& other) {
-    hpo::emulation::check_store(this, BYTES);
-    x = other.x, y = other.y;
-    return *this;
-  }
-};
+// it.
 template <class T>
 struct alignas(16) hpo_quadruple {
   T x, y, z, w;
@@ -38,7 +23,6 @@ struct alignas(16) hpo_quadruple {
     return *this;
   }
 };
-using float2 = hpo_pair<float, 8>;
 using float4 = hpo_quadruple<float>;
 using uint4 = hpo_quadruple<unsigned>;
 
@@ -110,7 +94,6 @@ template <class T>
 T max(T a, T b) {
   return a < b ? b : a;
 }
-inline float __expf(float x) { return std::exp(x); }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
@@ -122,10 +105,6 @@ template <class T>
 T __ldg(const T* address, hpo::emulation::Site site = hpo::emulation::Site()) {
   hpo::emulation::check_load(address, sizeof(T), site);
   hpo::emulation::read_only(address, sizeof(T), site);
-  return *address;
-}
-template <class T>
-T __ldcs(const T* address) {
   return *address;
 }
 template <class T>

@@ -74,8 +74,8 @@ __global__ void lost_update(float* out) {
 }
 
 __global__ void misaligned_vector(float* out) {
-  const float2 two = *reinterpret_cast<const float2*>(out + 1);
-  out[threadIdx.x] = two.x;
+  const float4 four = *reinterpret_cast<const float4*>(out + 2);
+  out[threadIdx.x] = four.x;
 }
 
 __global__ void misaligned_read_only(float* out) { out[threadIdx.x] = __ldg(reinterpret_cast<const float4*>(out + 2)).x; }

@@ -1,6 +1,7 @@
 // What the tokens of a segment add up to, for corrections over segments.
 #pragma once
 #include "correction_rules.h"
+#include "entropy.h"
 
 namespace hpo {
 
@@ -32,18 +33,8 @@ struct Reduced {
   }
 };
 
-// Floats as integers in the same order, all above 0, and back.
-HPO_INLINE int64_t ordered(float v) {
-  const int32_t bits = to_bits(v);
-  return uint32_t(bits < 0 ? ~bits : bits ^ INT32_MIN);
-}
-
-HPO_INLINE float from_ordered(int64_t word) {
-  const int32_t bits = int32_t(uint32_t(word));
-  return from_bits(bits < 0 ? bits ^ INT32_MIN : ~bits);
-}
-
-// A segment in integers, of which the sums count, or the maxima where an extremum is sought: valid tokens, and these.
+// A segment in integers, of which the sums count, or the maxima of keys, which are above 0, where an extremum is sought: valid
+// tokens, and these.
 constexpr int kWords = 3;
 
 HPO_INLINE bool is_extremum(Reduction reduction) { return reduction == Reduction::min || reduction == Reduction::max; }
@@ -51,11 +42,11 @@ HPO_INLINE bool is_extremum(Reduction reduction) { return reduction == Reduction
 HPO_INLINE int64_t word_of(const Reduced& found, int word, Reduction reduction) {
   if (word == 0) return found.valid;
   if (!is_extremum(reduction)) return word == 1 ? found.fixed : found.coarse;
-  return word == 2 || found.valid == 0 ? 0 : ordered(reduction == Reduction::min ? -found.smallest : found.largest);
+  return word == 2 || found.valid == 0 ? 0 : order_key(reduction == Reduction::min ? -found.smallest : found.largest);
 }
 
 HPO_INLINE float from_words(const int64_t* words, Reduction reduction) {
-  const float most = from_ordered(words[1]);
+  const float most = from_order_key(uint32_t(words[1]));
   return Reduced{words[0], words[1], words[2], -most, most}.as(reduction);
 }
 

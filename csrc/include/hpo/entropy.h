@@ -65,15 +65,15 @@ HPO_INLINE float window_score_of(float folded, int32_t usable, int32_t inside, b
 
 // ---------------------------------------------------------------------------------------------------- order statistics
 
-// Unsigned order of the keys = order of the floats (-0 just below +0).
+// Unsigned order of the keys = order of the floats; -0 and +0 have one key.
 HPO_INLINE uint32_t order_key(float x) {
-  const uint32_t bits = uint32_t(to_bits(x));
+  const uint32_t bits = uint32_t(to_bits(x + 0.0f));
   return bits ^ ((bits >> 31) ? 0xFFFFFFFFu : 0x80000000u);
 }
 
 HPO_INLINE float from_order_key(uint32_t key) {
   const uint32_t bits = key ^ ((key >> 31) ? 0x80000000u : 0xFFFFFFFFu);
-  return from_bits(int32_t(bits)) + 0.0f;  // -0 becomes +0
+  return from_bits(int32_t(bits));
 }
 
 // rule(numerator * (n - 1) / denominator) for 0 <= numerator <= denominator <= 2^61 (anything else is clamped) and n > 0. The

@@ -7,6 +7,11 @@ namespace hpo {
 
 HPO_INLINE int64_t row_of_leaf(const Hierarchy& hierarchy, int64_t p) { return hierarchy.leaf_row ? hierarchy.leaf_row[p] : p; }
 
+// Whether a call does this stage.
+HPO_INLINE bool does(const Hierarchy& hierarchy, Stage stage) {
+  return hierarchy.stage == Stage::whole || hierarchy.stage == stage;
+}
+
 // The segment of a leaf at level k.
 HPO_INLINE int64_t ancestor_of(const Hierarchy& hierarchy, int k, int64_t p) {
   return hierarchy.ancestors ? hierarchy.ancestors[k * hierarchy.leaves + p] : p;

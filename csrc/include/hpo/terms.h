@@ -47,9 +47,7 @@ HPO_INLINE Deviation<F> deviation_of(F x, F ratio) {
 template <class F>
 HPO_INLINE F pre_gate(const TermNumbers& numbers, Head head, typename Number<F>::Int negative, F x) {
   if (head == Head::censored) return deviation_of(x, exp(x)).size;
-  const F low = negative ? all<F>(numbers.pre_low[1]) : all<F>(numbers.pre_low[0]);
-  const F high = negative ? all<F>(numbers.pre_high[1]) : all<F>(numbers.pre_high[0]);
-  return clamp(x, low, high);
+  return clamp(x, by_sign<F>(negative, numbers.pre_low), by_sign<F>(negative, numbers.pre_high));
 }
 
 // Its derivative in the log-ratio.

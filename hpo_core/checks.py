@@ -28,7 +28,7 @@ _PRECISE = {
 }
 _COARSE = "16-bit log-probabilities and entropies are too coarse; compute and store them in float32"
 _IDS = "are these ids of tokens?"
-_MEASURED = ("old_logp", "ref_logp", "rollout_logp", "entropy")  # never integers, unless others stand in their place
+_MEASURED = ("old_logp", "ref_logp", "rollout_logp", "entropy")  # integers there are most likely ids of tokens
 
 
 def check(condition: bool, message: str, *values: object) -> None:

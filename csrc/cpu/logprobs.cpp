@@ -331,7 +331,7 @@ void gradients_of_row(const typename Type::Element* from, int64_t columns, const
   });
 }
 
-// NAN in the place of any NaN: rounding to bfloat16 would turn 0x7FFFFFFF, the NaN that arithmetic on a GPU gives, into -0.
+// Every NaN becomes NAN: rounding to bfloat16 would turn 0x7FFFFFFF, the NaN that arithmetic on a GPU gives, into -0.
 HPO_INLINE float with_plain_nan(float x) { return x == x ? x : NAN; }
 
 template <class Type>

@@ -71,7 +71,7 @@ struct Rows {
     }
   }
 
-  // Of rows in order.
+  // The offsets must be in order.
   int64_t first_ending_after(int64_t token) const {
     const int64_t* ends = cu_seqlens + 1;
     return std::upper_bound(ends, ends + count, token) - ends;

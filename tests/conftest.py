@@ -20,6 +20,8 @@ from ranks import on_ranks
 
 import hpo_core as hpo
 
+gc.set_threshold(100_000)  # collecting tests and tracing make many objects that live on
+
 if hpo.backends()["triton"] and os.environ["TRITON_INTERPRET"] == "1":
     from interpreter import patch_interpreter
 
@@ -98,7 +100,6 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Modules and tests live to the end: the garbage collector would go through them some hundred times."""
-    gc.collect()
     gc.freeze()
 
 

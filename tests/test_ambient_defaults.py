@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -21,13 +21,14 @@ from valid_calls import calls, tensors_of
 
 import hpo_core as hpo
 
-DEFAULTS = ("bfloat16", "meta", *(pytest.param(name, marks=pytest.mark.long) for name in ("float64", "float16")))
+SINGLY = ("bfloat16", "meta", "float64", "float16")
+DEFAULTS = ("bfloat16 on meta", *(pytest.param(name, marks=pytest.mark.long) for name in SINGLY))
 BACKENDS = (None, "reference", "cuda_emulated", "triton")
 
 
 @pytest.fixture(scope="module")
 def first_calls():
-    return in_fresh_processes("none", "bfloat16", "meta")
+    return in_fresh_processes("none", "bfloat16 on meta")
 
 
 @pytest.fixture
@@ -102,17 +103,14 @@ def test_no_thread_flushes_or_rounds_as_its_caller_says():
 @contextmanager
 def defaults(name: str):
     dtype = torch.get_default_dtype()
-    if name == "none":
+    with ExitStack() as stack:
+        for default in name.split(" on "):
+            if default == "meta":
+                stack.enter_context(torch.device("meta"))
+            elif default != "none":
+                torch.set_default_dtype(getattr(torch, default))
+                stack.callback(torch.set_default_dtype, dtype)
         yield
-    elif name == "meta":
-        with torch.device("meta"):
-            yield
-    else:
-        torch.set_default_dtype(getattr(torch, name))
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
 
 
 def in_fresh_processes(*names: str) -> dict[str, dict[str, str]]:

@@ -190,7 +190,7 @@ class Native:
         """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``; ``reduce``: for ``spec.of_segments``."""
         tokens, rows, leaves = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, inputs.leaves
         factor = torch.empty_like(inputs.logp)
-        workspace = self._workspace(self.module.correction_workspace(tokens, rows, leaves), inputs.logp)
+        workspace = self._workspace(self.module.correction_workspace(tokens, leaves), inputs.logp)
         call = (
             self.module.correction, inputs.logp, int(spec.statistic), int(spec.reduction), int(spec.action),
             spec.of_segments, spec.strict, spec.low, spec.high, tokens, rows, leaves, inputs, factor, workspace,

@@ -100,7 +100,7 @@ MUTANTS = {
     ),
     "cuda: masked tokens are read": Mutant(
         "cuda_emulated", "cuda/gates_tokens.cuh",
-        "inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.group.has(i)",
+        "inputs.vector.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.vector.has(i)",
         "test_promises.test_masked_is_never_read", {"name": "preset: ppo_clip"},
     ),
     "cuda: a span ends with the first lane that has a valid token": Mutant(
@@ -149,12 +149,12 @@ MUTANTS = {
         "stage_at(kind, (column + __ffs(int(lanes)) / 8) % 4, __ffs(int(lanes)) - 1)",
         "test_promises.test_a_trajectory_does_not_know_where_it_lies", {"name": "bent"},
     ),
-    "cuda: a group with a masked token is sound": Mutant(
+    "cuda: a vector with a masked token is sound": Mutant(
         "cuda_emulated", "cuda/gates_tokens.cuh",
         "(!args.mask | all_bytes(inputs.mask))", "true",
         "test_promises.test_masked_is_never_read", {"name": "preset: ppo_clip"},
     ),
-    "cuda: a group with an infinite log-ratio is sound": Mutant(
+    "cuda: a vector with an infinite log-ratio is sound": Mutant(
         "cuda_emulated", "cuda/gates_tokens.cuh",
         "fabsf(inputs.logp[i] - inputs.old_logp[i]) <= kStatisticSaturation",
         "fabsf(inputs.logp[i] - inputs.old_logp[i]) <= INFINITY",
@@ -237,7 +237,7 @@ MUTANTS = {
     ),
     "cpu: a constant does not come back to the bit from the mean of its sum": Mutant(
         "cpu", "cpu/hierarchy_tokens.h",
-        "plan.term.drop ? add_terms(each, n, sums) : add_groups(each, n, sums)", "add_groups(each, n, sums)",
+        "plan.term.drop ? add_terms(each, n, sums) : add_runs(each, n, sums)", "add_runs(each, n, sums)",
         "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other",
         {"gate": gates.gspo(0.1, 0.2), "masked": False},
     ),

@@ -235,7 +235,7 @@ bool is_in_chunk(const Rows& rows, int64_t row) { return !rows.continues_elsewhe
 }  // namespace
 
 RowFactors::RowFactors(Arena& arena, int64_t tokens, int64_t rows)
-    : factors(arena.take<RowFactor>(rows)), workspace(arena.take<uint8_t>(correction_workspace(tokens, rows, rows))) {}
+    : factors(arena.take<RowFactor>(rows)), workspace(arena.take<uint8_t>(correction_workspace(tokens, rows))) {}
 
 PolicyLossArgs RowFactors::added_to(PolicyLossArgs args, bool first_sweep, int threads) const {
   if (!corrects_rows(args)) return args;
@@ -273,7 +273,7 @@ void correct_rows(const PolicyLossArgs& args, const Rows& rows, int64_t chunk) {
   for (; row < rows.count && rows.cu_seqlens[row] < (chunk + 1) * kChunk; ++row) correct_row(args, rows, row);
 }
 
-int64_t correction_workspace(int64_t tokens, int64_t, int64_t leaves) { return Workspace(nullptr, tokens, leaves).bytes; }
+int64_t correction_workspace(int64_t tokens, int64_t leaves) { return Workspace(nullptr, tokens, leaves).bytes; }
 
 void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction, int threads) {
   const Workspace space(args.workspace, args.tokens, hierarchy.leaves);

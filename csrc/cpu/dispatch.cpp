@@ -128,8 +128,8 @@ int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* str
                   const hpo::Hierarchy* hierarchy, int64_t context) {
   return run(&Kernels::hierarchy, context, *args, *structure, *numbers, *hierarchy);
 }
-int64_t hpo_correction_workspace(int64_t tokens, int64_t rows, int64_t leaves) {
-  return measure(&Kernels::correction_workspace, tokens, rows, leaves);
+int64_t hpo_correction_workspace(int64_t tokens, int64_t leaves) {
+  return measure(&Kernels::correction_workspace, tokens, leaves);
 }
 int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierarchy, const hpo::Correction* correction,
                    int64_t context) {

@@ -86,7 +86,7 @@ void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const
   float* grad = args.grad ? args.grad + first : tile.grad;
   float* token_loss = args.token_loss ? args.token_loss + first : nullptr;
   gate(call, first, n, segments, tile, tile.coefficient, tile.loss, grad).add_to(partial.slots);
-  add_groups(tile.loss, n, partial.sums[kLossSum]);
+  add_runs(tile.loss, n, partial.sums[kLossSum]);
   if (token_loss) write_token_loss(call, gate, first, n, segments, tile);
   if (args.ref_logp) {
     add_reference_statistics(args.logp + first, args.ref_logp + first, n, tile, partial);

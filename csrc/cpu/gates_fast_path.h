@@ -73,7 +73,7 @@ HPO_INLINE bool settle_fast(const FastSums& sums, int64_t tokens, Partial& parti
                             float most = kStatisticSaturation) {
   near = sums.within(kNear);
   if (!near && (kTakenForNear || !sums.within(tokens > kTile ? most / 2 : most))) return false;
-  near &= tokens >= kGroup;
+  near &= tokens >= kRun;
   sums.add_to(partial);
   partial.slots[kTokens] += double(tokens);
   return true;
@@ -114,7 +114,7 @@ struct FastSource {
 };
 
 // A tile of many rows, whose numbers stand at their tokens in arrays (see load_rows); the kinds of masked tokens are corrected
-// here. each(vector, kind, coefficient) is called for every vector, and each.end_group() behind those of a group.
+// here. each(vector, kind, coefficient) is called for every vector, and each.end_run() behind those of a run.
 template <bool kTakenForNear, bool kMasked, class Each>
 HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n, Partial& partial, Each& each, Tile& tile) {
   const FastSource source(args, first);
@@ -133,13 +133,13 @@ HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n
     const auto vector = source.vector<kTakenForNear, kWhole>(i, part, own, present, sums);
     each(vector, kind, load_lanes<Floats>(tile.coefficient + i));
   };
-  for_each_vector(0, n, step, [&]() HPO_INSIDE { each.end_group(); });
+  for_each_vector(0, n, step, [&]() HPO_INSIDE { each.end_run(); });
   return settle_fast<kTakenForNear>(sums, present_count.total(), partial, tile.near);
 }
 
 // Of few rows each has a sweep of its own, because its numbers are the same for all its tokens. Two rows that meet inside a
 // vector both sweep it, so that every token is added to its own lane whichever row it belongs to. Returns how many tokens of
-// the row are present; each(vector) and each.end_group() are called as above.
+// the row are present; each(vector) and each.end_run() are called as above.
 template <bool kTakenForNear, bool kMasked, class Each>
 HPO_INLINE int32_t sweep_row(const PolicyLossArgs& args, int64_t first, const Segment& segment, FastSums& all_sums,
                              Each& each) {
@@ -153,7 +153,7 @@ HPO_INLINE int32_t sweep_row(const PolicyLossArgs& args, int64_t first, const Se
     if (kMasked) present_count.add(present);
     each(source.vector<kTakenForNear, kWhole>(i, part, own, present, sums));
   };
-  for_each_vector(segment.begin, segment.end, step, [&]() HPO_INSIDE { each.end_group(); });
+  for_each_vector(segment.begin, segment.end, step, [&]() HPO_INSIDE { each.end_run(); });
   all_sums = sums;
   return kMasked ? present_count.total() : segment.end - segment.begin;
 }
@@ -186,7 +186,7 @@ HPO_INLINE TermNumber<Floats> fast_term(bool score_head, const Vector& vector, M
 }
 
 template <class Vector>
-HPO_INLINE void put_term(const Vector& vector, const TermNumber<Floats>& term, GroupSum& loss, float* grad) {
+HPO_INLINE void put_term(const Vector& vector, const TermNumber<Floats>& term, RunSum& loss, float* grad) {
   loss.add(vector.part, vector.present, term.loss);
   vector.store(term.grad, grad);
 }
@@ -199,7 +199,7 @@ struct FastLogRatios {
   HPO_INLINE void operator()(const Vector& vector, Ints, Floats) {
     store_lanes(vector.x, log_ratios + vector.i);
   }
-  HPO_INLINE void end_group() {}
+  HPO_INLINE void end_run() {}
 };
 
 inline bool measure_fast(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
@@ -286,7 +286,7 @@ struct FastFixedSums {
     rising_sum.add(vector.part, rises, fixed);
     rising_about[vector.part] = add_where(rises, x, rising_about[vector.part]);
   }
-  HPO_INLINE void end_group() {}
+  HPO_INLINE void end_run() {}
 
   // about: the sum of all log-ratios in floats. Tokens that are absent added 0.
   RowLogRatios sums(const Floats about[kParts], int64_t valid) const {
@@ -305,7 +305,7 @@ struct FastFixedSumsAndRatios {
     vector.store(vector.ratio, ratios);
     fixed(vector);
   }
-  HPO_INLINE void end_group() {}
+  HPO_INLINE void end_run() {}
   RowLogRatios sums(const Floats about[kParts], int64_t valid) const { return fixed.sums(about, valid); }
 };
 

@@ -9,7 +9,7 @@ inline void add_reference_statistics(const float* __restrict logp, const float* 
                                      Partial& partial) {
   for (int i = 0; i < n; ++i) tile.ratio[i] = keep_if(tile.kind[i] != kAbsent, log_ratio(logp[i], ref_logp[i]).x);
   pad(tile.ratio, n, 0.0f);
-  ShortSum sum, square, k3_sum;
+  TileSum sum, square, k3_sum;
   for (int i = 0; i < n; i += kLanes) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const float s = tile.ratio[i + lane];

@@ -57,7 +57,7 @@ struct alignas(64) Partial {
 };
 
 // Sums of one tile in short float lanes: at most 64 additions each.
-struct alignas(64) ShortSum {
+struct alignas(64) TileSum {
   float lanes[kLanes] = {};
 
   void add_to(double* sums) const {
@@ -97,18 +97,18 @@ inline void add_to_lanes(const double* lanes, double* sums) {
   for (int lane = 0; lane < kLanes; ++lane) sums[lane] += lanes[lane];
 }
 
-// Tokens of a group are added in float, by lane, and groups in double: a conversion for each token would cost more than its
+// Tokens of a run are added in float, by lane, and runs in double: a conversion for each token would cost more than its
 // rounding is worth.
-constexpr int kGroup = 8 * kLanes;
+constexpr int kRun = 8 * kLanes;
 
-// Calls step(i, part, own, whole) for every vector of the tokens [begin, end), and end_group() before those of a new group; the
-// last group is the caller's to end. `own`: the lanes that hold these tokens, all lanes where the type `whole` is true.
-template <class Step, class EndGroup>
-HPO_INLINE void for_each_vector(int begin, int end, const Step& step, const EndGroup& end_group) {
+// Calls step(i, part, own, whole) for every vector of the tokens [begin, end), and end_run() before those of a new run; the
+// last run is the caller's to end. `own`: the lanes that hold these tokens, all lanes where the type `whole` is true.
+template <class Step, class EndRun>
+HPO_INLINE void for_each_vector(int begin, int end, const Step& step, const EndRun& end_run) {
   for (int pack = begin / kLanes * kLanes; pack < end;) {
-    const int next_group = (pack / kGroup + 1) * kGroup, stop = next_group < end ? next_group : end;
+    const int next_run = (pack / kRun + 1) * kRun, stop = next_run < end ? next_run : end;
     if (pack >= begin) {
-      if (pack % kGroup == 0 && pack > 0) end_group();
+      if (pack % kRun == 0 && pack > 0) end_run();
       for (; pack + kLanes <= stop; pack += kLanes) {
         for (int part = 0; part < kParts; ++part) step(pack + part * kWidth, part, all_lanes(), std::true_type{});
       }
@@ -135,12 +135,12 @@ HPO_INLINE void for_each_vector(int begin, int end, const Step& step) {
   if (i < end) step(i, leading_lanes(end - i), std::false_type{});
 }
 
-// A group that would overflow, as losses around |w A| e^60 do, meets in double.
-inline void add_groups(float* terms, int n, double* sums) {
+// A run that would overflow, as losses around |w A| e^60 do, meets in double.
+inline void add_runs(float* terms, int n, double* sums) {
   for (; n % kLanes != 0; ++n) terms[n] = 0.0f;
   double of_tile[kLanes] = {};
-  for (int first = 0; first < n; first += kGroup) {
-    const int end = n - first < kGroup ? n : first + kGroup;
+  for (int first = 0; first < n; first += kRun) {
+    const int end = n - first < kRun ? n : first + kRun;
     float lanes[kLanes] = {};
     for (int i = first; i < end; i += kLanes) {
       for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += terms[i + lane];
@@ -154,25 +154,25 @@ inline void add_groups(float* terms, int n, double* sums) {
 }
 
 // The same of vectors as they come, of at most |w A| e^kStatisticSaturation.
-struct GroupSum {
-  double* lanes;  // of the groups that have ended
-  Floats group[kParts] = {};
+struct RunSum {
+  double* lanes;  // of the runs that have ended
+  Floats run[kParts] = {};
 
-  explicit GroupSum(double* lanes) : lanes(lanes) {}
+  explicit RunSum(double* lanes) : lanes(lanes) {}
 
-  HPO_INLINE void add(int part, Mask present, Floats value) { group[part] = add_where(present, value, group[part]); }
+  HPO_INLINE void add(int part, Mask present, Floats value) { run[part] = add_where(present, value, run[part]); }
 
   HPO_INLINE void end() {
     for (int part = 0; part < kParts; ++part) {
-      add_as_doubles(group[part], lanes + part * kWidth);
-      group[part] = Floats{};
+      add_as_doubles(run[part], lanes + part * kWidth);
+      run[part] = Floats{};
     }
   }
 };
 
 // Of the log-ratios of one tile, 0 where a token is absent.
 struct LogRatioSums {
-  ShortSum sum, square;
+  TileSum sum, square;
   float smallest[kLanes], largest[kLanes];
   int32_t kinds[kLanes] = {};
 
@@ -216,7 +216,7 @@ struct LogRatioSums {
 // ratio = e^x, and the sums of ratio - 1: centred, so that sums stay small.
 inline void fill_ratios(float* x, int n, float* ratio, Partial& partial) {
   pad(x, n, 0.0f);
-  ShortSum deviation, square;
+  TileSum deviation, square;
   for (int i = 0; i < n; i += kLanes) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const float r = exp(x[i + lane]);

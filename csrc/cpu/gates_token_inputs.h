@@ -154,7 +154,7 @@ struct TokenInputsSweep {
   Gate gate;
   const bool penalised;
   LaneSums& lanes;  // an object of their own, so that the compiler keeps the sums below in registers
-  GroupSum loss, penalty, entropy;
+  RunSum loss, penalty, entropy;
   FastReference reference;
   FastSums sums;
   FiniteSum coefficients;
@@ -244,7 +244,7 @@ struct TokenInputsSweep {
     return gate.defined(own_inputs);
   }
 
-  HPO_INLINE void end_group() {
+  HPO_INLINE void end_run() {
     loss.end();
     if (penalised) penalty.end();
     if (kAnything && inputs.entropy) entropy.end();
@@ -268,10 +268,10 @@ struct TokenInputsSweep {
         constexpr bool kWhole = decltype(whole)::value;
         step<kWhole>(i, part, own, inputs.mask ? present_own<kWhole>(own, inputs.mask + i) : own, row);
       };
-      for_each_vector(segment.begin, segment.end, each, [&]() HPO_INSIDE { end_group(); });
+      for_each_vector(segment.begin, segment.end, each, [&]() HPO_INSIDE { end_run(); });
       present_tokens.set(index, present_count.total() - before);
     }
-    end_group();
+    end_run();
   }
 
   // Rows at their tokens in arrays.
@@ -298,8 +298,8 @@ struct TokenInputsSweep {
                               compares ? load_lanes<Floats>(target + i) : Floats{}};
       step<kWhole>(i, part, own, present_lanes(kind), row);
     };
-    for_each_vector(0, n, each, [&]() HPO_INSIDE { end_group(); });
-    end_group();
+    for_each_vector(0, n, each, [&]() HPO_INSIDE { end_run(); });
+    end_run();
   }
 
   // False: the fast path does not hold, and nothing is counted.

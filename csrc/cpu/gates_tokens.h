@@ -142,13 +142,13 @@ template <BoundsKind kBounds>
 struct FastManyRows {
   FastTokenGate<kBounds> gate;
   float* grad;
-  GroupSum loss;
+  RunSum loss;
 
   template <class Vector>
   HPO_INLINE void operator()(const Vector& vector, Ints kind, Floats coefficient) {
     put_term(vector, gate.term(vector, kind, coefficient), loss, grad);
   }
-  HPO_INLINE void end_group() { loss.end(); }
+  HPO_INLINE void end_run() { loss.end(); }
 };
 
 // A tile of few rows: the tokens of a row have one sign of the advantage, and under most gates one bound. Tokens beyond it have
@@ -159,7 +159,7 @@ struct FastRowGate {
   const Floats coefficient, low, high;
   const float* logp;
   float* grad;
-  GroupSum loss;
+  RunSum loss;
   LaneCount inside_count = {}, not_below_count = {};
 
   template <class Vector>
@@ -178,7 +178,7 @@ struct FastRowGate {
       put_term(vector, fast_term(kScoreHead, vector, inside, policy_value(coefficient, clipped), logp), loss, grad);
     }
   }
-  HPO_INLINE void end_group() { loss.end(); }
+  HPO_INLINE void end_run() { loss.end(); }
 
   // Returns the loss of the counted tokens.
   double count(int32_t present, int32_t kind, GateCounts& counts) const {
@@ -237,7 +237,7 @@ struct FastTiles {
                                                                   loss, counts))
           return false;
       } else {
-        FastManyRows<kBounds> each = {{call.structure.head == Head::score, bounds, args.logp + first}, grad, GroupSum(loss)};
+        FastManyRows<kBounds> each = {{call.structure.head == Head::score, bounds, args.logp + first}, grad, RunSum(loss)};
         if (!sweep_many_rows<kTakenForNear, kMasked>(args, first, n, partial, each, tile)) return false;
         each.loss.end();
         each.gate.count(counts);
@@ -257,7 +257,7 @@ struct FastTiles {
     const bool score = call.structure.head == Head::score;
     FastSums sums;
     PresentTokens present;
-    GroupSum group(loss);
+    RunSum run(loss);
     for (int index = 0; index < segments.count; ++index) {
       const Segment& segment = segments.list[index];
       const float advantage = args.advantages[segment.row], coefficient = args.weights[segment.row] * advantage;
@@ -265,11 +265,11 @@ struct FastTiles {
       const float low = bounds.low[sign], high = bounds.high[sign];
       const auto sweep = [&](auto score_head, auto has_low, auto has_high) {
         FastRowGate<decltype(score_head)::value, kRatio, decltype(has_low)::value, decltype(has_high)::value> gate = {
-            all<Floats>(coefficient), all<Floats>(low), all<Floats>(high), args.logp + first, grad, group};
+            all<Floats>(coefficient), all<Floats>(low), all<Floats>(high), args.logp + first, grad, run};
         const int32_t count = sweep_row<kTakenForNear, kMasked>(args, first, segment, sums, gate);
         present.set(index, count);
         loss[0] += gate.count(count, sign ? kNegative : kPositive, counts);
-        group = gate.loss;
+        run = gate.loss;
       };
       const std::true_type yes;
       const std::false_type no;
@@ -282,7 +282,7 @@ struct FastTiles {
         score ? sweep(yes, no, no) : sweep(no, no, no);
       }
     }
-    group.end();
+    run.end();
     if (!settle_fast<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
     present.mark(segments, seen);
     return true;

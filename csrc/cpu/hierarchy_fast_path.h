@@ -20,7 +20,7 @@ struct OpenLevels {
       : z(leaf.z[sign]), mean{leaf.mean[0], leaf.mean[1]}, low(low), high(high) {
     const auto passes = [&](int channel) { return leaf.slope[channel][sign] == 1.0f && leaf.own[channel][sign] == 0.0f; };
     if (leaf.bent[sign] || !passes(0)) return;
-    // Nothing here may saturate, neither the channel that a token is not in nor the exponent, or overflow in a GroupSum.
+    // Nothing here may saturate, neither the channel that a token is not in nor the exponent, or overflow in a RunSum.
     const float most = __builtin_fabsf(low) > __builtin_fabsf(high) ? __builtin_fabsf(low) : __builtin_fabsf(high);
     if (split && !(passes(1) && low == -high && __builtin_fabsf(mean[0]) <= high && __builtin_fabsf(mean[1]) <= high)) return;
     open = __builtin_fabsf(z) + (split ? 3.0f : 1.0f) * most <= kStatisticSaturation;
@@ -99,9 +99,9 @@ void count_open_weighted(const OpenLevels& levels, const PolicyLossArgs& args, c
   const FastSource source(args, block.first);
   const OpenBounds<kSplit> bounds(levels);
   double above_lanes[kLanes] = {}, below_lanes[kLanes] = {};
-  GroupSum above_weight(above_lanes), below_weight(below_lanes);
+  RunSum above_weight(above_lanes), below_weight(below_lanes);
   LaneCount above_count, below_count;
-  const auto end_group = [&]() HPO_INSIDE { above_weight.end(), below_weight.end(); };
+  const auto end_run = [&]() HPO_INSIDE { above_weight.end(), below_weight.end(); };
   for_each_vector(
       0, int(block.tokens),
       [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
@@ -115,8 +115,8 @@ void count_open_weighted(const OpenLevels& levels, const PolicyLossArgs& args, c
         above_weight.add(part, above, weight), below_weight.add(part, below, weight);
         inside_and_falling[unsigned(i) / kWidth] = {bits_of(inside), bits_of(less(x, Floats{}))};
       },
-      end_group);
-  end_group();
+      end_run);
+  end_run();
   counts = {weights.chosen, above_count.total(), below_count.total(), sum_halves(above_lanes), sum_halves(below_lanes)};
 }
 
@@ -154,7 +154,7 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   const Floats a = all<Floats>(coefficient), rise = all<Floats>(aggregate_grad.rising),
                fall = all<Floats>(aggregate_grad.falling);
-  GroupSum loss(lost);
+  RunSum loss(lost);
   const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Floats ratio = kKept ? load_own<kWhole>(own, grad + i) : exp_of_number(source.log_ratio<kWhole>(i, own));

@@ -7,9 +7,9 @@ namespace hpo::HPO_ISA {
 
 // Calls step(i, part, own, present, s, whole) for every vector of the tokens [begin, end) behind the first, with their
 // log-ratios to the reference policy.
-template <class Step, class EndGroup>
+template <class Step, class EndRun>
 HPO_INLINE void for_each_reference(const PolicyLossArgs& args, int64_t first, int begin, int end, const Step& step,
-                                   const EndGroup& end_group) {
+                                   const EndRun& end_run) {
   const float *logp = args.logp + first, *ref_logp = args.ref_logp + first;
   const uint8_t* mask = args.mask ? args.mask + first : nullptr;
   for_each_vector(
@@ -20,7 +20,7 @@ HPO_INLINE void for_each_reference(const PolicyLossArgs& args, int64_t first, in
         step(i, part, own, present, difference(present, load_own<kWhole>(own, logp + i), load_own<kWhole>(own, ref_logp + i)),
              whole);
       },
-      end_group);
+      end_run);
 }
 
 // Log-ratios to it up to this size and weights of the penalty up to that one overflow in no sum of floats.
@@ -47,7 +47,7 @@ inline void pay_reference(const Call& call, int64_t first, int begin, int end, f
   const FastSource source(args, first);
   const Floats row_weight = all<Floats>(weight);
   FastReference reference(call);
-  GroupSum paid(partial.sums[kPenaltySum]);
+  RunSum paid(partial.sums[kPenaltySum]);
   const auto step = [&](int i, int part, Mask own, Mask present, Floats s, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Floats x = difference(present, load_own<kWhole>(own, source.logp + i), load_own<kWhole>(own, source.old_logp + i));

@@ -244,7 +244,7 @@ struct BlockGate {
     plan.fast_loop(plan.term, leaf, plan.bounds, call.args, first, row, weights, terms, tile.loss, grad, n)
         .add_to(partial.slots);
     if (call.args.grad && !whole) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
-    add_groups(tile.loss, n, partial.sums[kLossSum]);
+    add_runs(tile.loss, n, partial.sums[kLossSum]);
     if (!plan.carries) return;
     if (terms.flows) add_past_token(n);
     if (plan.by_sign) add(plan.term_loop ? terms.slope : tile.loss, n, lanes.by_sign[call.args.advantages[row] < 0.0f]);
@@ -283,7 +283,7 @@ struct BlockGate {
 
   // n equal floats sum to n a exactly in doubles: where tokens drop their residual, a constant a comes back from the mean to
   // the bit, which is the on-policy promise.
-  void add(float* each, int n, double* sums) const { plan.term.drop ? add_terms(each, n, sums) : add_groups(each, n, sums); }
+  void add(float* each, int n, double* sums) const { plan.term.drop ? add_terms(each, n, sums) : add_runs(each, n, sums); }
 
   // slope: d loss / d z of each token.
   void add_flows(const Tile& tile, const float* slope, int n) const {

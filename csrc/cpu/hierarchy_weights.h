@@ -30,7 +30,7 @@ struct BlockWeights {
     }
     for (double& lane : lanes) lane = 0.0;
     const Floats coefficient = all<Floats>(RowNumbers::coefficient_of(args, block.row));
-    GroupSum sum(lanes);
+    RunSum sum(lanes);
     FiniteSum finite;
     LaneCount count;
     Mask exceptions = {};

@@ -10,7 +10,7 @@
   int64_t hierarchy_workspace(int64_t tokens, int64_t rows, int64_t leaves);                                             \
   void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers,                 \
                  const Hierarchy& hierarchy, int threads);                                                               \
-  int64_t correction_workspace(int64_t tokens, int64_t rows, int64_t leaves);                                            \
+  int64_t correction_workspace(int64_t tokens, int64_t leaves);                                                          \
   void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction, int threads);    \
   int64_t group_normalise_workspace(int64_t units, int32_t terms);                                                       \
   void group_normalise(const GroupNormaliseArgs& args, int threads);                                                     \

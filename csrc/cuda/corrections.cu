@@ -27,7 +27,7 @@ struct Call {
   Correction correction;
   Workspace workspace;
   Compared from;  // its first two are the log-probabilities of `args`
-  bool groupable;  // groups of four tokens may be read and written at once
+  bool wide;  // vectors of four tokens may be read and written at once
 
   Call(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction)
       : args(args),
@@ -35,11 +35,11 @@ struct Call {
         correction(correction),
         workspace(),
         from(compared(args)),
-        groupable(hpo::groupable(args.mask, 4)) {
+        wide(allows_wide(args.mask, 4)) {
     this->args.logp = from.first, this->args.old_logp = from.second;
     const float* per_token = args.advantage_per_token ? args.advantages : nullptr;
     for (const float* array : {from.first, from.second, per_token, static_cast<const float*>(correction.factor)}) {
-      groupable &= hpo::groupable(array, 16);
+      wide &= allows_wide(array, 16);
     }
     workspace.place(args.workspace, hierarchy.leaves);
     if (hierarchy.stage != Stage::whole) workspace.segments = hierarchy.tables.sums;
@@ -58,7 +58,7 @@ struct Call {
   }
 
   __device__ __forceinline__ bool valid(const Inputs<4>& inputs, int i) const {
-    if (!inputs.group.has(i) || (args.mask && !byte_of(inputs.mask, i))) return false;
+    if (!inputs.vector.has(i) || (args.mask && !byte_of(inputs.mask, i))) return false;
     if (!from.logp) return true;
     const float logp = inputs.one(from.logp, i), x = logp - inputs.one(from.old_logp, i);
     const float s = from.ref_logp ? logp - inputs.one(from.ref_logp, i) : 0.0f;
@@ -73,14 +73,14 @@ struct Call {
 __device__ __forceinline__ void prepare(const Call& call) {
   if (call.hierarchy.depth > 0 && call.reaches(Stage::sums)) clear(call.workspace.segments, call.hierarchy.leaves * kWords);
   if (call.args.token_weight) copy(call.correction.factor, call.args.token_weight, call.args.tokens);
-  else fill_tokens(call.correction.factor, call.args.tokens, call.groupable, 1.0f);
+  else fill_tokens(call.correction.factor, call.args.tokens, call.wide, 1.0f);
   check_leaves(call.hierarchy, call.args, call.workspace.counted);
 }
 
 __device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& tile) {
   Reduced found;
-  for_each_window(tile, call.groupable, [&](const Group<4>& group) {
-    const Inputs<4> inputs = read_inputs<false, false>(call.args, group);
+  for_each_window(tile, call.wide, [&](const Vector<4>& vector) {
+    const Inputs<4> inputs = read_inputs<false, false>(call.args, vector);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float v = call.statistic(inputs, i);
@@ -116,8 +116,8 @@ __device__ __forceinline__ void write_factors(const Call& call, const Leaves& le
       for (int sign = 0; sign < 2; ++sign) of_segment[sign] = factor_of(correction.rule, sign, v);
     }
     const float advantage = args.advantage_per_token ? 0.0f : args.advantages[unit.tile.row];
-    for_each_window(unit.tile, call.groupable, [&](const Group<4>& group) {
-      const Inputs<4> inputs = read_inputs<false, true>(args, group);
+    for_each_window(unit.tile, call.wide, [&](const Vector<4>& vector) {
+      const Inputs<4> inputs = read_inputs<false, true>(args, vector);
       float factor[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void write_factors(const Call& call, const Leaves& le
         if (!call.valid(inputs, i)) factor[i] = 1.0f;
         factor[i] *= inputs.token_weight[i];
       }
-      write(correction.factor, group, factor);
+      write(correction.factor, vector, factor);
     });
   });
 }
@@ -155,9 +155,7 @@ void launch(const Call& call, cudaStream_t stream) {
 }  // namespace
 }  // namespace hpo
 
-extern "C" int64_t hpo_correction_workspace(int64_t, int64_t, int64_t leaves) {
-  return hpo::Workspace().place(nullptr, leaves);
-}
+extern "C" int64_t hpo_correction_workspace(int64_t, int64_t leaves) { return hpo::Workspace().place(nullptr, leaves); }
 
 extern "C" int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierarchy,
                               const hpo::Correction* correction, int64_t context) {

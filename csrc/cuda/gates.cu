@@ -31,8 +31,8 @@ struct Call {
   Ticket ticket;
 };
 
-// Sweeps the tokens of a tile, and tells whether one of them is valid. BROKEN: one by one, because a second loop over groups of
-// four would take more registers than there are.
+// Sweeps the tokens of a tile, and tells whether one of them is valid. BROKEN: one by one, because a second loop over vectors
+// of four would take more registers than there are.
 template <bool REFERENCE, int EXTRAS, bool BROKEN>
 __device__ __forceinline__ bool sweep_tile(const Call& call, const Unit& unit, Totals& totals,
                                            HPO_SHARED_POINTER(double) places, HPO_SHARED_POINTER(int) events) {
@@ -41,11 +41,11 @@ __device__ __forceinline__ bool sweep_tile(const Call& call, const Unit& unit, T
   const RowTerms row = gate.row_terms(unit.row);
   TileTotals tile(events);
   const bool shared = BROKEN && is_shared(gate.pack(), unit);
-  for_each_group<WIDTH>(gate.pack(), unit, gate.groupable, shared, [&](const Group<WIDTH>& group) {
-    const Inputs<WIDTH> inputs = read_inputs<REFERENCE, EXTRAS>(gate.args, group);
+  for_each_vector<WIDTH>(gate.pack(), unit, gate.wide, shared, [&](const Vector<WIDTH>& vector) {
+    const Inputs<WIDTH> inputs = read_inputs<REFERENCE, EXTRAS>(gate.args, vector);
     float grad[WIDTH];
     sweep_tokens<REFERENCE, EXTRAS>(gate, row, inputs, grad, tile, totals);
-    if (gate.args.grad) write(gate.args.grad, group, grad);
+    if (gate.args.grad) write(gate.args.grad, vector, grad);
   });
   Totals::merge(tile, places);
   return tile.has_valid();

@@ -44,7 +44,7 @@ __device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& r
                                                   totals);
 }
 
-// The gradients of a group's tokens.
+// The gradients of a vector's tokens.
 template <bool REFERENCE, int EXTRAS>
 __device__ __forceinline__ void sweep_tokens(const Gate& gate, const RowTerms& row, const Inputs<4>& inputs, float (&grad)[4],
                                              TileTotals& tile, Totals& totals) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void sweep_tokens(const Gate& gate, const RowTerms& r
   }
 }
 
-// The same for a group of one.
+// The same for a vector of one.
 template <bool REFERENCE, int EXTRAS>
 __device__ __forceinline__ void sweep_tokens(const Gate& gate, const RowTerms& row, const Inputs<1>& inputs, float (&grad)[1],
                                              TileTotals& tile, Totals& totals) {

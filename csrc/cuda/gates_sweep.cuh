@@ -45,8 +45,8 @@ __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms
     tile.sums[kSSquare] = fused(token.s, token.s, tile.sums[kSSquare]);
     tile.sums[kK3] += k3(token.s, e);
   }
-  if (!SOUND && gate.args.token_loss && inputs.group.has(i)) {
-    gate.args.token_loss[inputs.group.token + i] = (token.selected ? unweighted() : 0.0f) + penalty.loss;
+  if (!SOUND && gate.args.token_loss && inputs.vector.has(i)) {
+    gate.args.token_loss[inputs.vector.token + i] = (token.selected ? unweighted() : 0.0f) + penalty.loss;
   }
 
   const float deviation = (SOUND ? ratio : fminf(ratio, exp(kStatisticSaturation))) - 1.0f;  // centred: sums stay small
@@ -71,20 +71,20 @@ __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms
   return grad;
 }
 
-// Whether a sweep asks no token of the group what is_sound tells. It writes no losses of tokens then.
+// Whether a sweep asks no token of the vector what is_sound tells. It writes no losses of tokens then.
 template <bool REFERENCE, int EXTRAS>
 __device__ __forceinline__ bool sweeps_at_once(const Gate& gate, const RowTerms& row, const Inputs<4>& inputs) {
   return !gate.args.token_loss & is_sound<REFERENCE, EXTRAS>(gate, row, inputs);
 }
 
-// What a head that multiplies by logp makes of the losses of such a group.
+// What a head that multiplies by logp makes of the losses of such a vector.
 __device__ __forceinline__ void score(const Gate& gate, const Inputs<4>& inputs, Shares<4>& shares) {
   if (gate.structure.head != Head::score) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i) shares.loss[i] = scored(shares.loss[i] * inputs.logp[i]);
 }
 
-// The tokens of any other group, one after the other: `sweep` returns the gradient of one. A masked one has a loss to write.
+// The tokens of any other vector, one after the other: `sweep` returns the gradient of one. A masked one has a loss to write.
 template <bool PENALTIES, class Sweep>
 __device__ __forceinline__ void for_each_exception(const PolicyLossArgs& args, const Inputs<4>& inputs, float (&grad)[4],
                                                    Totals& totals, const Sweep& sweep) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void for_each_exception(const PolicyLossArgs& args, c
 #pragma unroll
   for (int i = 0; i < 4; ++i) grad[i] = 0.0f;
 #pragma unroll 1
-  for (unsigned left = args.token_loss ? inputs.group.inside : inputs.unmasked(args); left != 0; left &= left - 1) {
+  for (unsigned left = args.token_loss ? inputs.vector.inside : inputs.unmasked(args); left != 0; left &= left - 1) {
     const int i = __ffs(int(left)) - 1;
     Shares<1> shares = {};
     put(grad, i, sweep(inputs.only(i), i, shares));
@@ -101,7 +101,7 @@ __device__ __forceinline__ void for_each_exception(const PolicyLossArgs& args, c
   totals.add<PENALTIES>(quarters);
 }
 
-// Calls `visit(token, i)` with the valid tokens of a group.
+// Calls `visit(token, i)` with the valid tokens of a vector.
 template <int EXTRAS, class Visit>
 __device__ __forceinline__ void for_each_valid(const Gate& gate, const RowTerms& row, const Inputs<4>& inputs,
                                                const Visit& visit) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void for_each_valid(const Gate& gate, const RowTerms&
   }
 }
 
-// The same of a group of one.
+// The same of a vector of one.
 template <int EXTRAS, class Visit>
 __device__ __forceinline__ void for_each_valid(const Gate& gate, const RowTerms& row, const Inputs<1>& inputs,
                                                const Visit& visit) {

@@ -34,11 +34,11 @@ struct Gate {
   float kl_beta;
   RuleNumbers rule;
   bool low_driven[2], high_driven[2];  // tokens have this bound of their own
-  bool groupable;  // groups of four tokens may be read at once
+  bool wide;  // vectors of four tokens may be read at once
   bool coefficient_varies;  // a may differ between the tokens of a row
 
   Gate(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers)
-      : args(args), structure(structure), kl_beta(float(numbers.kl_beta)), rule(args.correction.rule), groupable(true) {
+      : args(args), structure(structure), kl_beta(float(numbers.kl_beta)), rule(args.correction.rule), wide(true) {
     const bool clips = structure.token == TokenGate::clip, drops = structure.token == TokenGate::drop;
     if (!clips) this->args.low = this->args.high = nullptr;
     for (int sign = 0; sign < 2; ++sign) {
@@ -51,8 +51,8 @@ struct Gate {
                              args.entropy, args.score,     args.token_weight,
                              args.low,     args.high,      args.advantage_per_token ? args.advantages : nullptr,
                              args.grad,    args.token_loss};
-    for (const float* array : floats) groupable &= hpo::groupable(array, 16);
-    for (const uint8_t* array : {args.mask, args.token_mask}) groupable &= hpo::groupable(array, 4);
+    for (const float* array : floats) wide &= allows_wide(array, 16);
+    for (const uint8_t* array : {args.mask, args.token_mask}) wide &= allows_wide(array, 4);
     coefficient_varies = args.advantage_per_token || args.token_weight || args.correction.second;
   }
 
@@ -75,7 +75,7 @@ struct Gate {
 // All zero before they are read: a register that only some paths write would be kept for it on every path.
 template <int WIDTH>
 struct Inputs {
-  Group<WIDTH> group;
+  Vector<WIDTH> vector;
   float logp[WIDTH], old_logp[WIDTH], ref_logp[WIDTH];
   float entropy[WIDTH], score[WIDTH], advantage[WIDTH], token_weight[WIDTH], low[WIDTH], high[WIDTH];
   uint32_t mask, token_mask;  // a byte each
@@ -83,12 +83,12 @@ struct Inputs {
   // Inputs that few calls have are read token by token, when they are needed.
   template <bool SOUND = false>
   __device__ __forceinline__ float one(const float* array, int i) const {
-    return __ldg(array + (SOUND ? group.token + i : group.at(i)));
+    return __ldg(array + (SOUND ? vector.token + i : vector.at(i)));
   }
 
   // Bit i: token i belongs to the row and is not masked.
   __device__ __forceinline__ unsigned unmasked(const PolicyLossArgs& args) const {
-    unsigned bits = group.inside;
+    unsigned bits = vector.inside;
     if (!args.mask) return bits;
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) bits &= byte_of(mask, i) ? ~0u : ~(1u << i);
@@ -97,16 +97,16 @@ struct Inputs {
 
   // Those of one token of four.
   __device__ __forceinline__ Inputs<1> only(int i) const {
-    return {group.only(i),      {pick(logp, i)},  {pick(old_logp, i)},    {pick(ref_logp, i)},
+    return {vector.only(i),     {pick(logp, i)},  {pick(old_logp, i)},    {pick(ref_logp, i)},
             {pick(entropy, i)}, {pick(score, i)}, {pick(advantage, i)},   {pick(token_weight, i)},
             {pick(low, i)},     {pick(high, i)},  mask >> (8 * i) & 0xFF, token_mask >> (8 * i) & 0xFF};
   }
 };
 
-// `absent`: what every token has without the array. It asks for the array once a group; a token would ask each time.
+// `absent`: what every token has without the array. It asks for the array once a vector; a token would ask each time.
 template <bool WHOLE, int WIDTH>
-__device__ __forceinline__ void read(const float* array, float absent, const Group<WIDTH>& group, float (&values)[WIDTH]) {
-  if (array) return read<WHOLE>(array, group, values);
+__device__ __forceinline__ void read(const float* array, float absent, const Vector<WIDTH>& vector, float (&values)[WIDTH]) {
+  if (array) return read<WHOLE>(array, vector, values);
 #pragma unroll
   for (int i = 0; i < WIDTH; ++i) values[i] = absent;
 }
@@ -114,34 +114,34 @@ __device__ __forceinline__ void read(const float* array, float absent, const Gro
 // All but the policy's log-probabilities.
 template <bool WHOLE, bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ void read_constants(const PolicyLossArgs& args, Inputs<WIDTH>& inputs) {
-  const Group<WIDTH>& group = inputs.group;
-  if (args.mask) read<WHOLE>(args.mask, group, inputs.mask);
-  if (REFERENCE && args.ref_logp) read<WHOLE>(args.ref_logp, group, inputs.ref_logp);
+  const Vector<WIDTH>& vector = inputs.vector;
+  if (args.mask) read<WHOLE>(args.mask, vector, inputs.mask);
+  if (REFERENCE && args.ref_logp) read<WHOLE>(args.ref_logp, vector, inputs.ref_logp);
   if constexpr (EXTRAS) {
-    read<WHOLE>(args.entropy, NAN, group, inputs.entropy);
-    read<WHOLE>(args.score, INFINITY, group, inputs.score);
-    if (args.advantage_per_token) read<WHOLE>(args.advantages, group, inputs.advantage);
-    read<WHOLE>(args.token_weight, 1.0f, group, inputs.token_weight);
-    read<WHOLE>(args.low, 0.0f, group, inputs.low);
-    read<WHOLE>(args.high, INFINITY, group, inputs.high);
+    read<WHOLE>(args.entropy, NAN, vector, inputs.entropy);
+    read<WHOLE>(args.score, INFINITY, vector, inputs.score);
+    if (args.advantage_per_token) read<WHOLE>(args.advantages, vector, inputs.advantage);
+    read<WHOLE>(args.token_weight, 1.0f, vector, inputs.token_weight);
+    read<WHOLE>(args.low, 0.0f, vector, inputs.low);
+    read<WHOLE>(args.high, INFINITY, vector, inputs.high);
     inputs.token_mask = 0x01010101u;
-    if (args.token_mask) read<WHOLE>(args.token_mask, group, inputs.token_mask);
+    if (args.token_mask) read<WHOLE>(args.token_mask, vector, inputs.token_mask);
   }
 }
 
 template <bool WHOLE, bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ void read_inputs(const PolicyLossArgs& args, Inputs<WIDTH>& inputs) {
-  read<WHOLE>(args.logp, inputs.group, inputs.logp);
-  read<WHOLE>(args.old_logp ? args.old_logp : args.logp, inputs.group, inputs.old_logp);
+  read<WHOLE>(args.logp, inputs.vector, inputs.logp);
+  read<WHOLE>(args.old_logp ? args.old_logp : args.logp, inputs.vector, inputs.old_logp);
   read_constants<WHOLE, REFERENCE, EXTRAS>(args, inputs);
 }
 
 // One branch for all arrays, so that their loads are on the way together.
 template <bool REFERENCE, int EXTRAS, int WIDTH>
-__device__ __forceinline__ Inputs<WIDTH> read_inputs(const PolicyLossArgs& args, const Group<WIDTH>& group) {
+__device__ __forceinline__ Inputs<WIDTH> read_inputs(const PolicyLossArgs& args, const Vector<WIDTH>& vector) {
   Inputs<WIDTH> inputs = {};
-  inputs.group = group;
-  if (WIDTH == 4 && group.whole) {
+  inputs.vector = vector;
+  if (WIDTH == 4 && vector.whole) {
     read_inputs<true, REFERENCE, EXTRAS>(args, inputs);
   } else {
     read_inputs<false, REFERENCE, EXTRAS>(args, inputs);
@@ -149,12 +149,12 @@ __device__ __forceinline__ Inputs<WIDTH> read_inputs(const PolicyLossArgs& args,
   return inputs;
 }
 
-// A group is sound if all its tokens are valid and no log-ratio saturates, neither in the loss nor in the statistics. Code for
-// sound groups asks no token what is known of all: kernels branch once a group.
+// A vector is sound if all its tokens are valid and no log-ratio saturates, neither in the loss nor in the statistics. Code for
+// sound vectors asks no token what is known of all: kernels branch once a vector.
 template <bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ bool is_sound(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs) {
   const PolicyLossArgs& args = gate.args;
-  bool sound = (inputs.group.inside == 15u) & (!args.mask | all_bytes(inputs.mask));
+  bool sound = (inputs.vector.inside == 15u) & (!args.mask | all_bytes(inputs.mask));
   if constexpr (EXTRAS == kNoExtras) sound &= fabsf(row.a) <= FLT_MAX;
 #pragma unroll
   for (int i = 0; i < WIDTH; ++i) {
@@ -186,7 +186,7 @@ __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row,
     token.x = inputs.logp[i] - inputs.old_logp[i];
     if (REFERENCE && args.ref_logp) token.s = inputs.logp[i] - inputs.ref_logp[i];
   } else {
-    const bool given = inputs.group.has(i) && (!args.mask || byte_of(inputs.mask, i));
+    const bool given = inputs.vector.has(i) && (!args.mask || byte_of(inputs.mask, i));
     const LogRatio policy = log_ratio(inputs.logp[i], inputs.old_logp[i]);
     LogRatio reference = {};
     if (REFERENCE && args.ref_logp) reference = log_ratio(inputs.logp[i], inputs.ref_logp[i]);

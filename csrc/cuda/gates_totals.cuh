@@ -68,13 +68,13 @@ struct TileTotals {
   }
 };
 
-// What the tokens of a group add to the loss.
+// What the tokens of a vector add to the loss.
 template <int WIDTH>
 struct Shares {
   float loss[WIDTH], penalty[WIDTH];
 };
 
-// A quarter of what a group adds, because the sum of four finite numbers may overflow. The tokens are added in order; one
+// A quarter of what a vector adds, because the sum of four finite numbers may overflow. The tokens are added in order; one
 // that is left out adds 0.
 struct Quarters {
   float loss, penalty;

@@ -107,11 +107,11 @@ __device__ __forceinline__ void copy(float* to, const float* from, int64_t count
 }
 
 // Tokens outside every leaf get `value`: it is written for all tokens, which is cheaper than a search for these.
-__device__ __forceinline__ void fill_tokens(float* array, int64_t tokens, bool groupable, float value) {
+__device__ __forceinline__ void fill_tokens(float* array, int64_t tokens, bool wide, float value) {
   if (!array) return;
-  const int64_t groups = groupable ? tokens / 4 : 0;
-  fill(reinterpret_cast<float4*>(array), groups, make_float4(value, value, value, value));
-  fill(array + groups * 4, tokens - groups * 4, value);
+  const int64_t vectors = wide ? tokens / 4 : 0;
+  fill(reinterpret_cast<float4*>(array), vectors, make_float4(value, value, value, value));
+  fill(array + vectors * 4, tokens - vectors * 4, value);
 }
 
 }  // namespace hpo

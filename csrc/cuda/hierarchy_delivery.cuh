@@ -57,23 +57,23 @@ template <int ENTERING>
 __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile, float rising, float falling) {
   constexpr bool PRE_GATED = ENTERING == kPreGated || ENTERING == kTerm;
   const RowTerms row = PRE_GATED ? call.gate.row_terms(tile.row) : RowTerms{};
-  for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
-    const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, group);
-    float* const to = call.gate.args.grad + group.token;
+  for_each_window(tile, call.gate.wide, [&](const Vector<4>& vector) {
+    const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, vector);
+    float* const to = call.gate.args.grad + vector.token;
     float grad[4] = {};
-    if (group.whole) {
+    if (vector.whole) {
       const float4 four = *reinterpret_cast<const float4*>(to);
       grad[0] = four.x, grad[1] = four.y, grad[2] = four.z, grad[3] = four.w;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (!group.whole && group.has(i)) grad[i] = to[i];
+      if (!vector.whole && vector.has(i)) grad[i] = to[i];
     }
     for_each_valid<PRE_GATED>(call.gate, row, inputs, [&](const Token& token, int i) {
       if (token.infinite) return;
       put(grad, i, pick(grad, i) + call.template through_pre_gate<ENTERING>(token, token.x < 0.0f ? falling : rising));
     });
-    write(call.gate.args.grad, group, grad);
+    write(call.gate.args.grad, vector, grad);
   });
 }
 

@@ -35,8 +35,8 @@ __device__ __forceinline__ LogRatios sum_tile(const Call& call, const Unit& tile
   const bool split = ENTERING == kParts || (!IS_SHORT && call.hierarchy.split);
   int valid = 0;
   std::conditional_t<IS_SHORT, ShortSum, LongSum> up = {}, down = {};
-  for_each_window(tile, call.gate.groupable, [&](const Group<4>& group) {
-    const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, group);
+  for_each_window(tile, call.gate.wide, [&](const Vector<4>& vector) {
+    const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, vector);
     for_each_valid<PRE_GATED>(call.gate, row, inputs, [&](const Token& token, int) {
       const float x = call.aggregated<ENTERING>(token), rising = rising_part(split, x);
       ++valid;
@@ -131,8 +131,8 @@ __device__ __forceinline__ SettledSums sum_settled_tile(const Gate& gate, const 
     coefficient[0] += token.negative ? 0.0 : double(token.a);
     coefficient[1] += token.negative ? double(token.a) : 0.0;
   };
-  for_each_group<WIDTH>(gate.pack(), tile, gate.groupable, false, [&](const Group<WIDTH>& group) {
-    for_each_valid<EXTRAS>(gate, row, read_inputs<true, EXTRAS>(gate.args, group), add);
+  for_each_vector<WIDTH>(gate.pack(), tile, gate.wide, false, [&](const Vector<WIDTH>& vector) {
+    for_each_valid<EXTRAS>(gate, row, read_inputs<true, EXTRAS>(gate.args, vector), add);
   });
   if (WIDTH == 4) {
     // n equal float32 terms have the exact sum n a: a constant a comes back from the mean to the bit.

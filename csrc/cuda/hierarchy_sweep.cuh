@@ -141,8 +141,8 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
   constexpr bool TERMS = GATE == kTermGate, PENALTIES = REFERENCE || TERMS;
   TileTotals tile(events);
   share = 0.0;
-  for_each_window(work.unit.tile, gate.groupable, [&](const Group<4>& group) {
-    const Inputs<4> inputs = read_inputs<REFERENCE, EXTRAS>(gate.args, group);
+  for_each_window(work.unit.tile, gate.wide, [&](const Vector<4>& vector) {
+    const Inputs<4> inputs = read_inputs<REFERENCE, EXTRAS>(gate.args, vector);
     float grad[4];
     unsigned staged = 0;
     const auto sweep_token = [&](auto sound, const auto& inputs, int i, int column, auto& shares) {
@@ -170,7 +170,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
                                       return sweep_token(std::false_type(), token, 0, column, shares);
                                     });
     }
-    if (gate.args.grad) write(gate.args.grad, group, grad);
+    if (gate.args.grad) write(gate.args.grad, vector, grad);
     if (GATE != kSettledGate && call.carries) add_window(stage, staged, share);
   });
   // A row of several tiles is counted by the first that meets a valid token.

@@ -99,7 +99,7 @@ __device__ __forceinline__ float pay_own_penalty(const TokenCall& call, const Ro
   const PolicyLossArgs& args = call.gate.args;
   const Penalty penalty = call.hierarchy.term.penalty;
   if (penalty == Penalty::none || !token.valid) return 0.0f;
-  const int64_t at = inputs.group.token + i;
+  const int64_t at = inputs.vector.token + i;
   if (args.penalty_mask && !args.penalty_mask[at]) return 0.0f;
   const OwnPenalty<float> own = own_penalty(penalty, token.x, Exponential{});
   const float coefficient = call.term.penalty_coefficient, value = coefficient * own.value;

@@ -136,18 +136,17 @@ __device__ __forceinline__ void for_each_unit(const Leaves& leaves, Visit visit)
 // The four neighbouring tokens of each lane; all lanes together take a window.
 constexpr int kWindow = 4 * kWarp;
 
-// Calls `visit(group)` with every lane's group in each window of a tile. Windows are aligned in the pack; a lane that has no
-// token of the tile gets a group that has none.
+// Calls `visit(vector)` with every lane's vector in each window of a tile. Windows are aligned in the pack; a lane that has no
+// token of the tile gets a vector that has none.
 template <class Visit>
-__device__ __forceinline__ void for_each_window(const Unit& tile, bool groupable, Visit visit) {
+__device__ __forceinline__ void for_each_window(const Unit& tile, bool wide, Visit visit) {
   const int before = int(tile.begin) & 3, end = before + tile.length;
 #pragma unroll 1
   for (int window = 0; window < end; window += kWindow) {
     const int at = window + lane() * 4, from = max(before - at, 0), to = min(end - at, 4);
     const unsigned inside = from < to ? (1u << to) - (1u << from) : 0u;
     const bool any = inside != 0;
-    visit(Group<4>{any ? tile.begin - before + at : tile.begin, any ? from : 0, any ? to : 1, inside,
-                   groupable && inside == 15u});
+    visit(Vector<4>{any ? tile.begin - before + at : tile.begin, any ? from : 0, any ? to : 1, inside, wide && inside == 15u});
   }
 }
 

@@ -12,7 +12,7 @@ namespace hpo {
 // e^(delta / temperature) to the precision of a stored gradient.
 struct Float32 {
   using Element = uint32_t;
-  static constexpr int kLanes = 1;
+  static constexpr int kPerWord = 1;
   static constexpr unsigned kNothing = 0xFF800000u;  // -inf in each lane
 
   static __device__ __forceinline__ float lane(unsigned word, int) { return bits_as<float>(word); }
@@ -31,7 +31,7 @@ struct Float32 {
 template <class Pair>
 struct Pairs {
   using Element = uint16_t;
-  static constexpr int kLanes = 2;
+  static constexpr int kPerWord = 2;
 
   static __device__ __forceinline__ unsigned lesser(unsigned number, unsigned word) {
     return bits_as<unsigned>(__hmin2_nan(bits_as<Pair>(number), bits_as<Pair>(word)));
@@ -73,7 +73,7 @@ struct Float16 : Pairs<__half2> {
 constexpr int kVectors = 4, kWords = 4 * kVectors;  // per thread and step of its block
 
 template <class Type>
-constexpr int kPerVector = 4 * Type::kLanes;  // elements of 16 bytes
+constexpr int kPerVector = 4 * Type::kPerWord;  // elements of 16 bytes
 template <class Type>
 constexpr int kPerStep = kThreads * kVectors * kPerVector<Type>;
 
@@ -117,8 +117,8 @@ __device__ __forceinline__ void load_elements(const typename Type::Element* from
 #pragma unroll
   for (int i = 0; i < kPerVector<Type>; ++i) {
     if (i >= count) continue;
-    const int word = i / Type::kLanes, shift = i % Type::kLanes * 16;
-    const unsigned others = Type::kLanes == 1 ? 0u : words[word] & ~(0xFFFFu << shift);
+    const int word = i / Type::kPerWord, shift = i % Type::kPerWord * 16;
+    const unsigned others = Type::kPerWord == 1 ? 0u : words[word] & ~(0xFFFFu << shift);
     words[word] = others | unsigned(from[i]) << shift;
   }
 }
@@ -127,7 +127,7 @@ template <class Type>
 __device__ __forceinline__ void store_elements(const unsigned* words, int count, typename Type::Element* to) {
 #pragma unroll
   for (int i = 0; i < kPerVector<Type>; ++i) {
-    if (i < count) to[i] = typename Type::Element(words[i / Type::kLanes] >> i % Type::kLanes * 16);
+    if (i < count) to[i] = typename Type::Element(words[i / Type::kPerWord] >> i % Type::kPerWord * 16);
   }
 }
 

@@ -70,16 +70,16 @@ class ThreadSums {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
 #pragma unroll
-      for (int lane = 0; lane < Type::kLanes; ++lane) add_to(sums, Type::lane(words[i], lane));
+      for (int lane = 0; lane < Type::kPerWord; ++lane) add_to(sums, Type::lane(words[i], lane));
     }
     add(sums);
   }
 
   // The sums of the block over all but the greatest element, in its first thread.
   __device__ __forceinline__ RowSums finish(const Exponent& exponent) {
-    float rest[Type::kLanes], mine = -HUGE_VALF;
+    float rest[Type::kPerWord], mine = -HUGE_VALF;
 #pragma unroll
-    for (int lane = 0; lane < Type::kLanes; ++lane) {
+    for (int lane = 0; lane < Type::kPerWord; ++lane) {
       rest[lane] = Type::lane(kept_, lane);
       if (kFloored && rest[lane] < floor_) rest[lane] = -HUGE_VALF;
       mine = fmaxf(mine, rest[lane]);
@@ -89,14 +89,14 @@ class ThreadSums {
     bool owns = key == greatest;
     float most = -HUGE_VALF;
 #pragma unroll
-    for (int lane = 0; lane < Type::kLanes; ++lane) {
+    for (int lane = 0; lane < Type::kPerWord; ++lane) {
       if (owns && rest[lane] == mine) rest[lane] = -HUGE_VALF, owns = false;
       most = fmaxf(most, rest[lane]);
     }
     move_to(from_order_key(unsigned(block_max(uint64_t(order_key(fmaxf(most, reference_)))))));
     Sums sums{};
 #pragma unroll
-    for (int lane = 0; lane < Type::kLanes; ++lane) add_to(sums, rest[lane]);
+    for (int lane = 0; lane < Type::kPerWord; ++lane) add_to(sums, rest[lane]);
     add(sums);
     double all[kKept == 4 ? 4 : kKept - 1] = {};
     all[0] = double(sums_.others);
@@ -195,7 +195,7 @@ __device__ __forceinline__ GradientRow gradient_row(const LogprobsBackwardArgs& 
 
 template <class Type>
 __device__ __forceinline__ unsigned word_of(float value) {
-  float lanes[Type::kLanes];
+  float lanes[Type::kPerWord];
 #pragma unroll
   for (float& lane : lanes) lane = value;
   return Type::pack(lanes);
@@ -206,9 +206,9 @@ __device__ __forceinline__ void differentiate(const GradientRow& found, unsigned
   const Exponent& exponent = found.row.exponent;
 #pragma unroll
   for (unsigned& word : words) {
-    float lanes[Type::kLanes];
+    float lanes[Type::kPerWord];
 #pragma unroll
-    for (int lane = 0; lane < Type::kLanes; ++lane) {
+    for (int lane = 0; lane < Type::kPerWord; ++lane) {
       const float x = Type::lane(word, lane), delta = x - found.top;
       const float gradient = Type::exp(exponent, delta) * fused(found.gradient.slope, delta, found.gradient.constant);
       lanes[lane] = delta >= exponent.least && (!kFloored || x >= found.row.floor) ? gradient : 0.0f;

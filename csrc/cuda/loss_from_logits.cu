@@ -42,8 +42,8 @@ __device__ __forceinline__ void read_given(const Gate& gate, int64_t token, Give
   if (row < 0) return;
   given.terms = gate.row_terms(row);
   Inputs<1> inputs = {};
-  inputs.group = {token, 0, 1, 1u, false};
-  if (gate.args.old_logp) read<false>(gate.args.old_logp, inputs.group, inputs.old_logp);
+  inputs.vector = {token, 0, 1, 1u, false};
+  if (gate.args.old_logp) read<false>(gate.args.old_logp, inputs.vector, inputs.old_logp);
   read_constants<false, true, true>(gate.args, inputs);
   given.inputs = inputs;
 }

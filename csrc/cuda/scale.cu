@@ -7,9 +7,9 @@ namespace {
 
 template <class Type>
 __device__ __forceinline__ unsigned scaled(unsigned word, float factor) {
-  float lanes[Type::kLanes];
+  float lanes[Type::kPerWord];
 #pragma unroll
-  for (int i = 0; i < Type::kLanes; ++i) lanes[i] = Type::lane(word, i) * factor;
+  for (int i = 0; i < Type::kPerWord; ++i) lanes[i] = Type::lane(word, i) * factor;
   return Type::pack(lanes);
 }
 

@@ -4,10 +4,10 @@
 
 namespace hpo {
 
-// WIDTH = 4: aligned in the pack, so that a whole group is one load of each array. WIDTH = 1: aligned in the row, for sums
+// WIDTH = 4: aligned in the pack, so that a whole vector is one load of each array. WIDTH = 1: aligned in the row, for sums
 // whose order must not depend on where the row lies.
 template <int WIDTH>
-struct Group {
+struct Vector {
   int64_t token;    // the first
   int from, to;     // token + [from, to) lies in the row's range
   unsigned inside;  // bit i: token + i belongs to the row
@@ -18,7 +18,7 @@ struct Group {
   // What is read for i: token + i, or a neighbour in the range. A load behind a condition would cost more registers.
   __device__ __forceinline__ int64_t at(int i) const { return token + min(max(i, from), to - 1); }
 
-  __device__ __forceinline__ Group<1> only(int i) const { return {token + i, 0, 1, inside >> i & 1, false}; }
+  __device__ __forceinline__ Vector<1> only(int i) const { return {token + i, 0, 1, inside >> i & 1, false}; }
 };
 
 // An index that is not a constant would put the values into memory.
@@ -32,12 +32,12 @@ __device__ __forceinline__ void put(float (&values)[4], int i, float value) {
   for (int k = 0; k < 4; ++k) values[k] = i == k ? value : values[k];
 }
 
-// Whether addresses allow groups of four: floats on 16 bytes, masks on 4. Null pointers do.
-inline bool groupable(const void* array, size_t bytes) { return reinterpret_cast<uintptr_t>(array) % bytes == 0; }
+// Whether addresses allow vectors of four: floats on 16 bytes, masks on 4. Null pointers do.
+inline bool allows_wide(const void* array, size_t bytes) { return reinterpret_cast<uintptr_t>(array) % bytes == 0; }
 
-// Calls `visit` with this lane's groups in the unit. shared: a row behind the unit's may own some of its tokens.
+// Calls `visit` with this lane's vectors in the unit. shared: a row behind the unit's may own some of its tokens.
 template <int WIDTH, class Visit>
-__device__ __forceinline__ void for_each_group(const Pack& pack, const Unit& unit, bool groupable, bool shared, Visit visit) {
+__device__ __forceinline__ void for_each_vector(const Pack& pack, const Unit& unit, bool wide, bool shared, Visit visit) {
   const int before = WIDTH == 4 ? int(unit.begin) & 3 : 0, end = before + unit.length;
   const int64_t aligned = unit.begin - before;
 #pragma unroll 1
@@ -50,30 +50,30 @@ __device__ __forceinline__ void for_each_group(const Pack& pack, const Unit& uni
         if (find_owner(pack, aligned + at + i) != unit.row) inside &= ~(1u << i);
       }
     }
-    visit(Group<WIDTH>{aligned + at, from, to, inside, groupable && inside == (1u << WIDTH) - 1});
+    visit(Vector<WIDTH>{aligned + at, from, to, inside, wide && inside == (1u << WIDTH) - 1});
   }
 }
 
 template <bool WHOLE, int WIDTH>
-__device__ __forceinline__ void read(const float* array, const Group<WIDTH>& group, float (&values)[WIDTH]) {
+__device__ __forceinline__ void read(const float* array, const Vector<WIDTH>& vector, float (&values)[WIDTH]) {
   if constexpr (WHOLE && WIDTH == 4) {
-    const float4 four = __ldg(reinterpret_cast<const float4*>(array + group.token));
+    const float4 four = __ldg(reinterpret_cast<const float4*>(array + vector.token));
     values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
   } else {
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) values[i] = __ldg(array + group.at(i));
+    for (int i = 0; i < WIDTH; ++i) values[i] = __ldg(array + vector.at(i));
   }
 }
 
 // Four bytes of a mask; a byte other than 0 is true.
 template <bool WHOLE, int WIDTH>
-__device__ __forceinline__ void read(const uint8_t* array, const Group<WIDTH>& group, uint32_t& bytes) {
+__device__ __forceinline__ void read(const uint8_t* array, const Vector<WIDTH>& vector, uint32_t& bytes) {
   if constexpr (WHOLE && WIDTH == 4) {
-    bytes = __ldg(reinterpret_cast<const uint32_t*>(array + group.token));
+    bytes = __ldg(reinterpret_cast<const uint32_t*>(array + vector.token));
   } else {
     bytes = 0;
 #pragma unroll
-    for (int i = 0; i < WIDTH; ++i) bytes |= uint32_t(__ldg(array + group.at(i))) << (8 * i);
+    for (int i = 0; i < WIDTH; ++i) bytes |= uint32_t(__ldg(array + vector.at(i))) << (8 * i);
   }
 }
 
@@ -83,17 +83,17 @@ __device__ __forceinline__ bool byte_of(uint32_t bytes, int i) { return (bytes >
 __device__ __forceinline__ bool all_bytes(uint32_t bytes) { return ((bytes - 0x01010101u) & ~bytes & 0x80808080u) == 0; }
 
 template <int WIDTH>
-__device__ __forceinline__ void write(float* array, const Group<WIDTH>& group, const float (&values)[WIDTH]) {
+__device__ __forceinline__ void write(float* array, const Vector<WIDTH>& vector, const float (&values)[WIDTH]) {
   if constexpr (WIDTH == 4) {
-    if (group.whole) {
+    if (vector.whole) {
       // Not an assignment, which nvcc takes apart to share its stores with those below.
-      __stwb(reinterpret_cast<float4*>(array + group.token), make_float4(values[0], values[1], values[2], values[3]));
+      __stwb(reinterpret_cast<float4*>(array + vector.token), make_float4(values[0], values[1], values[2], values[3]));
       return;
     }
   }
 #pragma unroll
   for (int i = 0; i < WIDTH; ++i) {
-    if (group.has(i)) array[group.token + i] = values[i];
+    if (vector.has(i)) array[vector.token + i] = values[i];
   }
 }
 

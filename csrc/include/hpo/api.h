@@ -383,7 +383,7 @@ int hpo_policy_loss(const hpo::PolicyLossArgs* args, const hpo::GateStructure* s
 int64_t hpo_hierarchy_workspace(int64_t tokens, int64_t rows, int64_t leaves);
 int hpo_hierarchy(const hpo::PolicyLossArgs* args, const hpo::GateStructure* structure, const hpo::GateNumbers* numbers,
                   const hpo::Hierarchy* hierarchy, int64_t context);
-int64_t hpo_correction_workspace(int64_t tokens, int64_t rows, int64_t leaves);
+int64_t hpo_correction_workspace(int64_t tokens, int64_t leaves);
 int hpo_correction(const hpo::PolicyLossArgs* args, const hpo::Hierarchy* hierarchy, const hpo::Correction* correction,
                    int64_t context);
 int64_t hpo_group_normalise_workspace(int64_t units, int32_t terms);

@@ -28,7 +28,6 @@ from ..specs import (
     KLEstimator,
     KLGradient,
     LevelSpec,
-    Penalty,
     PolicyLossInputs,
     PolicyLossSpec,
     Routing,
@@ -38,7 +37,7 @@ from .correction_rules import rule_bounds_of, with_correction
 from .fixed_point import exponent_of
 from .flows import LARGEST_FLOW, deliver_gradient
 from .gated_levels import KINDS, Shape
-from .hierarchy_tokens import gate_tokens, gated_derivative, gated_term, token_bound
+from .hierarchy_tokens import differentiate_tokens, gate_tokens, token_bound
 from .launch import REGISTERS, kernel, launch, programs_for
 from .leaves import BROKEN, EXPONENT, Leaves, raise_segments, segment_of, slots_of_leaves
 from .math import clamp
@@ -54,12 +53,10 @@ from .sums import (
     finalise,
     no_sums,
     store_sums,
-    with_penalty,
 )
-from .terms import Pre, numbers_of, pre_of, term_of, with_own_penalty
+from .terms import Pre, numbers_of, pre_of, term_of
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of, up_to
 
-NO_OWN_PENALTY = tl.constexpr(int(Penalty.NONE))
 THROUGH = tl.constexpr(int(Routing.THROUGH))
 
 
@@ -159,19 +156,9 @@ def _sweep_leaves(
         counts = count_tokens(counts, t, gated.below, gated.above, LANES)
 
         given_weight = None if token_weight is None and READING.rule is None else loaded.token_weight
-        policy = gated_term(t, gated, given_weight, numbers, SHAPE)
-        derivative = gated_derivative(t, gated, policy, pre, SHAPE)
-        c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
-        penalty, loss_t, derivative = with_penalty(
-            t, c, policy.loss_t, derivative, kl_beta, SHAPE.kl, SHAPE.kl_gradient
+        policy, penalty, loss_t, derivative = differentiate_tokens(
+            t, gated, given_weight, kl_weight, penalty_mask, token, tokens, whole, kl_beta, pre, numbers, SHAPE, ALIGNED
         )
-        if SHAPE.term is not None and SHAPE.term.penalty != NO_OWN_PENALTY:
-            pays = t.valid
-            if penalty_mask is not None:
-                pays &= load(penalty_mask, token, tokens, whole, ALIGNED)
-            penalty, loss_t, derivative = with_own_penalty(
-                t, pays, penalty, loss_t, derivative, numbers.penalty, SHAPE.term.penalty
-            )
         if grad is not None:
             tl.store(grad + token, tl.where(t.valid, derivative, 0.0), mask=slots.inside)
         if token_loss is not None:

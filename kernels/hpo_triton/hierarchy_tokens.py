@@ -10,10 +10,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..specs import Penalty
 from .gated_levels import GATED_FIELDS, KINDS, MEAN, OWN, SIDE, SLOPE, Z
 from .math import SATURATION, clamp, exp
-from .sums import policy_term
-from .terms import entering, general_term, with_slopes
+from .rows import load
+from .sums import policy_term, with_penalty
+from .terms import entering, general_term, with_own_penalty, with_slopes
+
+NO_OWN_PENALTY = tl.constexpr(int(Penalty.NONE))
 
 
 @triton.jit
@@ -142,3 +146,23 @@ def gated_derivative(t, gated, policy, pre, SHAPE: tl.constexpr):
     if SHAPE.term is not None:
         derivative += policy.direct
     return tl.where(t.flows, derivative, 0.0)
+
+
+@triton.jit
+def differentiate_tokens(
+    t, gated, token_weight, kl_weight, penalty_mask, token, tokens, whole, kl_beta, pre, numbers,
+    SHAPE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The policy term of gated tokens, their penalty, their loss, and its derivative in their log-probability."""
+    policy = gated_term(t, gated, token_weight, numbers, SHAPE)
+    derivative = gated_derivative(t, gated, policy, pre, SHAPE)
+    c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
+    penalty, loss_t, derivative = with_penalty(t, c, policy.loss_t, derivative, kl_beta, SHAPE.kl, SHAPE.kl_gradient)
+    if SHAPE.term is not None and SHAPE.term.penalty != NO_OWN_PENALTY:
+        pays = t.valid
+        if penalty_mask is not None:
+            pays &= load(penalty_mask, token, tokens, whole, ALIGNED)
+        penalty, loss_t, derivative = with_own_penalty(
+            t, pays, penalty, loss_t, derivative, numbers.penalty, SHAPE.term.penalty
+        )
+    return policy, penalty, loss_t, derivative

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import LogitRows, Penalty, PolicyLossInputs, PolicyLossSpec
+from ..specs import LogitRows, PolicyLossInputs, PolicyLossSpec
 from .gates import DROP, clip_derivative, clip_tokens, gate_of, influential
 from .hierarchy import shape_of
-from .hierarchy_tokens import gate_tokens, gated_derivative, gated_term, token_bound
+from .hierarchy_tokens import differentiate_tokens, gate_tokens, token_bound
 from .launch import REGISTERS, kernel, launch, processors_and_cache
 from .logits_rows import (
     BLOCK,
@@ -38,12 +38,11 @@ from .logprobs import numbers_of, rows_aligned
 from .rows import load, row_range, rows_of_few
 from .sums import policy_term, with_penalty
 from .terms import numbers_of as numbers_of_term
-from .terms import pre_of, with_own_penalty
+from .terms import pre_of
 from .tokens import bits, load_constants, read_tokens, reading_of
 
 PROGRAMS_TOGETHER = 4  # on a multiprocessor: of 128 threads that take 128 registers each
 EVICT_FIRST = tl.constexpr("evict_first")
-NO_OWN_PENALTY = tl.constexpr(int(Penalty.NONE))
 
 
 @triton.jit
@@ -57,7 +56,6 @@ def _token_gradient(
     range_ = row_range(inputs.cu_seqlens, row, rows, tokens)
     inside = (token >= range_.begin) & (token < range_.end)
     t = read_tokens(inputs, loaded, row, rows, inside, READING)
-    c = None if inputs.kl_weight is None else load(inputs.kl_weight, token, tokens, False, False)
     if SHAPE is None:
         clipped = clip_tokens(
             t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
@@ -66,6 +64,7 @@ def _token_gradient(
         policy = policy_term(t, clipped.ratio, GATE.score_head)
         derivative = clip_derivative(t, policy, clipped, GATE.token == DROP, GATE.score_head)
         derivative = tl.where(t.flows, derivative, 0.0)
+        c = None if inputs.kl_weight is None else load(inputs.kl_weight, token, tokens, False, False)
         _, _, derivative = with_penalty(t, c, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient)
     else:
         own_low = None if inputs.low is None else loaded.low
@@ -74,18 +73,10 @@ def _token_gradient(
         highest = token_bound(own_high, high_positive, high_negative, high_driven, t)
         gated = gate_tokens(t, lowest, highest, None, row, inside, pre, numbers, SHAPE)
         given_weight = None if inputs.token_weight is None else loaded.token_weight
-        policy = gated_term(t, gated, given_weight, numbers, SHAPE)
-        derivative = gated_derivative(t, gated, policy, pre, SHAPE)
-        penalty, loss_t, derivative = with_penalty(
-            t, c, policy.loss_t, derivative, kl_beta, SHAPE.kl, SHAPE.kl_gradient
-        )
-        if SHAPE.term.penalty != NO_OWN_PENALTY:
-            pays = t.valid
-            if inputs.penalty_mask is not None:
-                pays &= load(inputs.penalty_mask, token, tokens, False, False)
-            _, _, derivative = with_own_penalty(
-                t, pays, penalty, loss_t, derivative, numbers.penalty, SHAPE.term.penalty
-            )
+        _, _, _, derivative = differentiate_tokens(
+            t, gated, given_weight, inputs.kl_weight, inputs.penalty_mask, token, tokens, False, kl_beta, pre, numbers,
+            SHAPE, False,
+        )  # fmt: skip
     return tl.where(t.valid, derivative, 0.0)
 
 

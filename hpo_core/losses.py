@@ -189,11 +189,10 @@ def hierarchical_policy_loss(
     gate: RatioGate | None = None,
     **options: Unpack[PolicyLossOptions],
 ) -> PolicyLoss:
-    """The single call over the three pillars: ``advantage``, then ``window.fit``, then :func:`policy_loss`, and nothing
-    else.
+    """Estimator, window fit and loss in one call; the default gate, :func:`~hpo_core.gates.ppo_clip`, is flat.
 
-    Bitwise equal to the three calls. The window's scores are computed once; no ``[T]`` tensor but them and dL/dlogp is
-    made.
+    ``advantage``, then ``window.fit``, then :func:`policy_loss`, and nothing else: bitwise equal to the three calls.
+    The window's scores are computed once; no ``[T]`` tensor but them and dL/dlogp is made.
 
     Args:
         rewards: ``[S]``, ``[N]`` with an estimator of steps, or what the estimator takes.

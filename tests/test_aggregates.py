@@ -96,7 +96,8 @@ def test_micro_batches_under_aggregates_of_the_whole_step(native_backends):
 
 
 def test_a_level_of_its_own_kernels_takes_given_aggregates(native_backends):
-    """A trajectory's mean with its residual dropped has a quick way, which knows no exchange."""
+    """A trajectory's mean with its residual dropped has quick kernels, which take no given mean; the call
+    takes the way of all levels."""
     gate = RatioGate("quick", Drop(), (Level(Identity(), Routing.STOPPED),), Head.SCORE)
     assert gate.level is not None
     step = Step.make()

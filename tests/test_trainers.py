@@ -16,6 +16,7 @@ from hpo_core import gates
 from hpo_core.integrations import prompt_advantages
 from hpo_core.integrations.micro_batch import check_gate, fractions, packed_rows, padded_rows
 from hpo_core.integrations.named import named_estimator, named_gate, named_window
+from hpo_core.integrations.trl_metrics import reported
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,13 @@ def test_a_text_that_names_no_gate_is_refused(text, said):
 def test_an_estimator_takes_arguments_by_name():
     with pytest.raises(ValueError, match="by name"):
         named_estimator("grpo(1.0)")
+
+
+def test_trl_asks_for_levels_but_for_the_one_mean_with_kernels_of_its_own():
+    for gate in (gates.gspo(), gates.gspo_token(), gates.luspo(), gates.ppo_clip()):
+        assert reported(gate) == (), gate.name
+    assert reported(gates.step_gspo()) == reported(gates.fiberpo()) == ("levels",)
+    assert reported(gates.icepop(gate=gates.gspo())) == ("corrections",)
 
 
 def test_verls_list_has_every_estimator_that_its_batches_suffice_for():

@@ -72,6 +72,7 @@ template <bool kTakenForNear>
 HPO_INLINE bool settle_fast(const FastSums& sums, int64_t tokens, Partial& partial, bool& near,
                             float most = kStatisticSaturation) {
   near = sums.within(kNear);
+  // A kLongTile has twice as many tokens: where log-ratios are half as large at most, their sum is no larger.
   if (!near && (kTakenForNear || !sums.within(tokens > kTile ? most / 2 : most))) return false;
   near &= tokens >= kRun;
   sums.add_to(partial);
@@ -225,8 +226,8 @@ struct RowLogRatios {
   int64_t valid = 0, fixed = 0, rising = 0;  // log-ratios in fixed point, and those of them that are not negative
 };
 
-// A sum of numbers in fixed point, equal to that of to_fixed but without doubles: modulo 2^32, of which whole numbers are
-// multiples. The sum in floats tells which multiple is lost.
+// A sum of numbers in fixed point, equal to that of to_fixed but without doubles: the integers add up modulo 2^32, and the sum
+// in floats tells which multiple of 2^32 is lost.
 struct FixedSum {
   Unsigned modulo[kParts] = {};
 
@@ -234,7 +235,7 @@ struct FixedSum {
 
   int64_t total(const Floats about[kParts]) const {
     Unsigned low = modulo[0];
-    Floats near = about[0];  // off by less than 1/2 even at its largest, kTile kStatisticSaturation; see kLongTile
+    Floats near = about[0];  // off by less than 1/2 even at its largest, kTile kStatisticSaturation
     for (int part = 1; part < kParts; ++part) low += modulo[part], near += about[part];
     const int64_t rest = int32_t(sum_lanes(low));
     const double lost = ::rint(double(sum_lanes(near)) - double(rest) / kFixedPoint);

@@ -153,7 +153,8 @@ inline void add_runs(float* terms, int n, double* sums) {
   add_to_lanes(of_tile, sums);
 }
 
-// The same of vectors as they come, of at most |w A| e^kStatisticSaturation.
+// Sums of runs in floats and of these in double, as in add_runs, of terms that come as vectors and stand in no array. Terms are
+// at most |w A| e^kStatisticSaturation, so that no run overflows.
 struct RunSum {
   double* lanes;  // of the runs that have ended
   Floats run[kParts] = {};

@@ -23,7 +23,7 @@ HPO_INLINE void for_each_reference(const PolicyLossArgs& args, int64_t first, in
       end_run);
 }
 
-// Log-ratios to it up to this size and weights of the penalty up to that one overflow in no sum of floats.
+// The fast path takes log-ratios to the reference policy and weights of the penalty up to these sizes: no RunSum overflows.
 constexpr float kMostReference = 10.0f, kMostPenaltyWeight = 1e12f;
 
 // Whether this holds for the tokens [begin, end) behind the first; none is NaN then.

@@ -33,6 +33,7 @@ class LeafTables(NamedTuple):
 
 
 def hierarchy_of(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
+    """The leaves of a batch and their segments at the levels ``units``; steps are leaves if they are a level."""
     # Kernels check leaves and read them again later; copies cannot be refilled in between.
     if Unit.STEP in units and batch.rows > 0:  # without rows every step is empty
         begin, end = (offsets.clone() for offsets in batch.step_ranges())
@@ -87,8 +88,8 @@ def renumber(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def alone_without(ids: torch.Tensor, finer: torch.Tensor | None = None) -> torch.Tensor:
-    """The ids ``[S]``, with another negative number for each negative one, which means none; ``finer``: for each of
-    these segments, which are then one by themselves. Default: for each place."""
+    """The ids ``[S]``, in which a negative one means none: each place without an id gets a negative number of its own,
+    or all places of one ``finer`` segment get the same, because that segment is then one by itself."""
     own = torch.arange(ids.numel(), device=ids.device) if finer is None else finer
     return torch.where(ids < 0, -1 - own, ids)
 

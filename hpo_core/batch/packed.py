@@ -45,8 +45,9 @@ class PackedBatch:
         domain_ids: ``[S]`` any integers: the domain of each row. A negative id means no domain: the group, or what is
             in none the trajectory, is then a domain by itself.
         validate: check the *values* of offsets, steps, ids and integer masks, and that trajectories, groups and domains
-            nest. This check is the only place in the library that synchronises with the device. With ``False`` wrong
-            values never cause a bad memory access: they are clamped and flagged in the metrics.
+            nest, which synchronises with the device, as selecting and cutting do; losses, estimators and windows of
+            one rank do not. With ``False`` wrong values never cause a bad memory access: they are clamped and flagged
+            in the metrics.
 
     Raises:
         ValueError: a wrong shape, device or value; TypeError: a wrong dtype. Both name the argument and the fix.

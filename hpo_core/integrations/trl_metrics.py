@@ -26,7 +26,7 @@ _OF_CORRECTIONS = ("selected_fraction", "ratio_mean", "kl_old_k3", "effective_sa
 def reported(gate: RatioGate) -> Report:
     """What a loss reports beside its metrics: levels, but for the one mean that has kernels of its own, and
     corrections."""
-    asked = {"levels": bool(gate.spec().levels), "corrections": bool(gate.corrections)}
+    asked = {"levels": len(gate.levels) > 0 and gate.level is None, "corrections": bool(gate.corrections)}
     return tuple(name for name, wanted in asked.items() if wanted)  # type: ignore[misc]
 
 

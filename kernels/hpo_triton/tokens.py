@@ -57,7 +57,7 @@ class Loaded(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A block of tokens; every field is finite, whatever was loaded."""
+    """A block of tokens; all is finite, whatever was loaded, but ``logp``, which is read only where ``flows``."""
 
     valid: tl.tensor
     selected: tl.tensor

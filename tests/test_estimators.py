@@ -324,6 +324,8 @@ def test_mc_grpo_is_the_trainer_for_math_and_rescaled_that_for_gsm8k(backend):
     r, ids = t(1.0, 0, 0, 0.5, 0.25, 1.0), t(0, 0, 0, 1, 1, 1)
     close(A.mc_grpo(r, ids, **b), [1000, 0, 0, 0, -0.25 / 0.251, 0.5 / 0.251])
     close(A.mc_grpo(r, ids, rescaled=True, **b), [3000, 0, 0, 0, -0.25 / 0.251 * 1.5, 0.5 / 0.251 * 1.5])
+    masked = A.mc_grpo(t(1.0, 2, 4, 9, 9), None, rescaled=True, mask=t(1, 1, 1, 0, 0) > 0, **b)
+    close(masked, [-1.5 / 1.001, 0, 3 / 1.001, 0, 0])  # two of three, not two of five
     kept = A.mc_grpo_samples(r, ids)
     assert kept.tolist() == [True, True, False, False, True, True]
     for seed in range(40):

@@ -96,7 +96,7 @@ def test_nothing_synchronises():
         state, table = entropies.fit_pivot(entropy, batch), entropies.fit_scopes(entropy)
         selection = entropies.hapo(entropy, batch, state=state)
         selection = selection.merged(entropies.aepo_ruc(entropy, batch, state=table))
-        selection = selection.merged(entropies.entropy_advantage(entropy, make(8), batch))
+        selection = selection.merged(entropies.entropy_advantage(make(8), entropy, batch))
         selection = selection.merged(entropies.steer(make(64), batch))._replace(kl_weight=make(64))
         levels, targets = make(8, dtype=torch.int64), entropies.AresTargets(make(3), make(3))
         entropies.ares_targets(make(8), levels, targets, batch.group_ids, compat="code")

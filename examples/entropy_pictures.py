@@ -179,7 +179,7 @@ def slots(given: Answers) -> list[tuple[str, str, Sequence[float], Sequence[floa
         ),
         ("weight: steer damps tokens that move the entropy (least 0.2)", E.steer(change, batch, least=0.2), {}),
         ("bounds: hapo widens the clip where H is high, and below where it is low", E.hapo(H, batch), {}),
-        ("advantage: entropy_advantage adds min(0.4 H, |A| / 2)", E.entropy_advantage(H, A, batch), {}),
+        ("advantage: entropy_advantage adds min(0.4 H, |A| / 2)", E.entropy_advantage(A, H, batch), {}),
         (
             "KL weight: archer has no penalty (here 0.5 k3) on tokens that reason",
             E.Selection(kl_weight=archer.kl_weight), {"kl": hpo.kl.k3(0.5), "ref_logp": given.old_logp},

@@ -101,6 +101,8 @@ def choice(op: str, device: str) -> str:
         raise ValueError(
             f"backend: no backend serves {device} tensors by itself; move them to cpu or cuda, or ask for 'reference'"
         )
+    if device == "cpu" and os.environ.get("HPO_CORE_ISA"):  # a request for cpu: if it cannot run, _resolve says why
+        return "cpu"
     native = ("cpu",) if device == "cpu" else _CUDA_PREFERENCE[op]
     for name in native:
         if _PROBES[name]():
@@ -232,6 +234,6 @@ _LOADERS: dict[str, Callable[[str], Any]] = {
     "cuda_emulated": lambda op: _native("cuda_emulated"),
 }
 
-_asked = os.environ.get("HPO_CORE_BACKEND")
+_asked = os.environ.get("HPO_CORE_BACKEND") or os.environ.get("HPO_CORE_ISA")
 if _asked == "reference" or (not _asked and importlib.util.find_spec("hpo_core._cpu") is None):
     _FALLS_BACK["cpu"] = True

@@ -250,7 +250,7 @@ METHODS = {
     "hapo_temperature": pivoted(
         lambda step, state: E.hapo_temperature(step.entropy, step.batch, state, compat="code")
     ),
-    "entropy_advantage": Method(lambda step, _: E.entropy_advantage(step.entropy, step.advantages, step.batch)),
+    "entropy_advantage": Method(lambda step, _: E.entropy_advantage(step.advantages, step.entropy, step.batch)),
     "entropy_change": Method(lambda step, _: change(step)),
     "aepo_ruc": of_scopes(
         lambda step: step.entropy, lambda step, state: E.aepo_ruc(step.entropy, step.batch, state=state)

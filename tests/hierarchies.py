@@ -250,7 +250,7 @@ def stopped_group(aggregate=Aggregate.MEAN, split=False):
 
 LENGTHS = (5, 0, 9, 1, 7, 12, 3, 6)
 TRAJECTORIES = (3, 3, -2, 5, 5, 4, 9, 9)  # rows of a trajectory may lie apart, and any integer names one
-GROUPS = (1, 1, 1, 4, 4, -1, -1, -1)  # a trajectory in no group is a group by itself, also that with the id 4
+GROUPS = (0, 0, 0, 4, 4, -1, -1, -1)  # a trajectory in no group is a group by itself, also that with the id 4
 DOMAINS = (-1, -1, -1, 7, 7, -1, 7, 7)  # a group in no domain is one by itself, and a trajectory in neither
 
 

@@ -94,6 +94,14 @@ def test_without_a_native_backend_the_reference_serves_with_a_warning(monkeypatc
         assert backends.choice("gates", "cuda") == "reference"
 
 
+def test_an_instruction_set_that_cannot_run_is_an_error(monkeypatch):
+    monkeypatch.setenv("HPO_CORE_ISA", "avx")
+    monkeypatch.setitem(backends._PROBES, "cpu", lambda: backends.Availability("cpu", "HPO_CORE_ISA=avx cannot run"))
+    backends._FALLS_BACK.clear()
+    with pytest.raises(RuntimeError, match="backend: 'cpu' is not available: HPO_CORE_ISA=avx cannot run"):
+        loss(None)
+
+
 @pytest.mark.parametrize(("asked", "expected"), [("reference", True), ("cpu", False)])
 def test_the_environment_variable_chooses_the_default_backend(asked, expected, monkeypatch):
     monkeypatch.setenv("HPO_CORE_BACKEND", asked)

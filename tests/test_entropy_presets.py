@@ -23,7 +23,7 @@ SEVEN = hpo.PackedBatch.from_lengths([7])
 
 def test_entropy_advantage_of_the_source():
     for advantage, expected in ((1.0, [1.02, 1.2, 1.5]), (-1.0, [-0.98, -0.8, -0.5]), (0.1, [0.12, 0.15, 0.15])):
-        given = torch.tensor([0.05, 0.5, 2.0]), torch.tensor([advantage])
+        given = torch.tensor([advantage]), torch.tensor([0.05, 0.5, 2.0])
         close(E.entropy_advantage(*given, ONE_ROW).advantage_addend + advantage, expected)
 
 
@@ -107,7 +107,7 @@ def test_steer_of_the_source():
 @on_random_batches
 def test_entropy_advantage(drawn):
     own = drawn.normal(len(drawn.rows))
-    selection = E.entropy_advantage(drawn.tensor(drawn.entropy), drawn.tensor(own), drawn.batch, alpha=0.3, kappa=1.5)
+    selection = E.entropy_advantage(drawn.tensor(own), drawn.tensor(drawn.entropy), drawn.batch, alpha=0.3, kappa=1.5)
     expected = drawn.of_tokens(lambda t: min(0.3 * drawn.entropy[t], abs(own[drawn.row_of[t]]) / 1.5), 0.0)
     drawn.agrees(selection.advantage_addend, expected)
     shaped = torch.tensor([own[drawn.row_of[t]] + expected[t] for t in drawn.usable])
@@ -160,8 +160,10 @@ def test_hapo_is_free_of_the_unit_and_fitted_once(drawn):
     """The state of a whole batch gives the bounds of each micro-batch."""
     entropy = drawn.tensor(drawn.entropy)
     low, high = E.hapo(entropy, drawn.batch, backend=drawn.backend).bounds
-    scaled = E.hapo(entropy * 4, drawn.batch, backend=drawn.backend).bounds
-    drawn.agrees(scaled[0], low.tolist()) if min((drawn.entropy[t] for t in drawn.usable), default=1) > 1e-6 else None
+    if min((drawn.entropy[t] for t in drawn.usable), default=1) > 1e-6:
+        scaled = E.hapo(entropy * 4, drawn.batch, backend=drawn.backend).bounds
+        for bound, other in zip((low, high), scaled, strict=True):
+            drawn.agrees(other, bound.tolist())
     state = E.fit_pivot(entropy, drawn.batch, backend=drawn.backend)
     scopes = E.fit_scopes(entropy, mask=drawn.tensor([t in drawn.usable for t in range(drawn.tokens)]).bool(),
                           backend=drawn.backend)  # fmt: skip
@@ -275,7 +277,7 @@ ERRORS = [
     (lambda: E.hapo(H7, SEVEN, compat="official"), ValueError, "compat: expected one of paper, code, got 'official'"),
     (lambda: E.hapo(H7.bfloat16(), SEVEN), TypeError, "entropy: expected dtype float32 or float64, got bfloat16; 16"),
     (lambda: E.hapo(H7[:3], SEVEN), ValueError, r"entropy: expected shape \[T\]"),
-    (lambda: E.entropy_advantage(H7, torch.ones(1), SEVEN, kappa=0.5), ValueError, "kappa: expected a number >= 1"),
+    (lambda: E.entropy_advantage(torch.ones(1), H7, SEVEN, kappa=0.5), ValueError, "kappa: expected a number >= 1"),
     (lambda: E.steer(H7, SEVEN, least=0.0), ValueError, r"least: expected a weight in \(0, 1\], got 0.0"),
     (
         lambda: E.ares_kappa(H7, H7, budget=1.0, rate=0.1, least=2.0, most=1.0),

@@ -197,7 +197,7 @@ def test_kinds_of_nothing_are_neutral():
     entropy = torch.full((3,), torch.nan)
     low, high = E.hapo(entropy, batch).bounds
     assert low.tolist() == high.tolist() == [1.0] * 3 == E.aepo_ruc(entropy, batch).advantage_factor.tolist()
-    assert E.entropy_advantage(entropy, torch.ones(1), batch).advantage_addend.tolist() == [0.0] * 3
+    assert E.entropy_advantage(torch.ones(1), entropy, batch).advantage_addend.tolist() == [0.0] * 3
     loss = hpo.policy_loss(entropy, entropy, torch.ones(1), batch, selection=E.hapo(entropy, batch)).loss
     assert loss.item() == 0
     state, now, seen = E.fit_pivot(entropy, batch), torch.tensor([0.1, 0.5, 2.0]), hpo.PackedBatch.from_lengths([3])

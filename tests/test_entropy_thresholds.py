@@ -184,11 +184,11 @@ def test_controllers():
     for entropy, expected in ((0.1, 1e-4), (0.1, 2e-4), (0.3, 1e-4), (0.2, 0.0), (0.2, 0.0)):
         state, bonus = E.skywork_coefficient(state, torch.tensor(entropy))
         assert state.item() == pytest.approx(expected) and bonus.item() == pytest.approx(expected * (entropy < 0.2))
-    state, bonus = E.trl_coefficient(torch.tensor(0.01), torch.tensor(0.25), target=0.25)
-    assert state.item() == pytest.approx(0.015) == bonus.item()
-    assert E.skywork_coefficient(torch.tensor(0.005), torch.tensor(0.0))[0].item() == pytest.approx(0.005)
-    total, alpha = E.entropic(torch.tensor(1.0), torch.tensor(1.5), target=1.0, proportional=2.0, integral_gain=4.0)
-    assert (total.item(), alpha.item()) == (0.5, 1.0)
+    trl = E.trl_coefficient(torch.tensor(0.01), torch.tensor(0.25), target=0.25)
+    assert trl.state.item() == pytest.approx(0.015) == trl.coefficient.item()
+    assert E.skywork_coefficient(torch.tensor(0.005), torch.tensor(0.0)).state.item() == pytest.approx(0.005)
+    found = E.entropic(torch.tensor(1.0), torch.tensor(1.5), target=1.0, proportional=2.0, integral_gain=4.0)
+    assert (found.state.item(), found.coefficient.item()) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])

@@ -309,9 +309,9 @@ def test_dcpo_is_the_authors_over_two_steps(backend):
     close(second, [1.313735, -0.588241, -0.588241, -0.588241])
     close(torch.cat(history), [2, 0.375, 0.554339**2], 2e-6)
     # A group of one: nothing in the first step, then the share 1 / 2 of (1 - 0.75) / sqrt(0.3125).
-    close(A.dcpo(t(1.0), t(0), start, **b)[0], [0])
-    _, history = A.dcpo(t(1.0, 0), t(0, 0), start, **b)
-    close(A.dcpo(t(1.0), t(0), history, **b)[0], [0.223607])
+    close(A.dcpo(t(1.0), t(0), start, **b).advantages, [0])
+    history = A.dcpo(t(1.0, 0), t(0, 0), start, **b).history
+    close(A.dcpo(t(1.0), t(0), history, **b).advantages, [0.223607])
     for dtype, own in ((torch.float32, b), (torch.float64, {"backend": "reference"})):
         flat, history = torch.full((3,), 0.3, dtype=dtype, device=start.mean.device), start
         for _ in range(12):
@@ -324,6 +324,8 @@ def test_mc_grpo_is_the_trainer_for_math_and_rescaled_that_for_gsm8k(backend):
     r, ids = t(1.0, 0, 0, 0.5, 0.25, 1.0), t(0, 0, 0, 1, 1, 1)
     close(A.mc_grpo(r, ids, **b), [1000, 0, 0, 0, -0.25 / 0.251, 0.5 / 0.251])
     close(A.mc_grpo(r, ids, rescaled=True, **b), [3000, 0, 0, 0, -0.25 / 0.251 * 1.5, 0.5 / 0.251 * 1.5])
+    masked = A.mc_grpo(t(1.0, 2, 4, 9, 9), None, rescaled=True, mask=t(1, 1, 1, 0, 0) > 0, **b)
+    close(masked, [-1.5 / 1.001, 0, 3 / 1.001, 0, 0])  # two of three, not two of five
     kept = A.mc_grpo_samples(r, ids)
     assert kept.tolist() == [True, True, False, False, True, True]
     for seed in range(40):

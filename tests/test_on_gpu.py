@@ -1,13 +1,11 @@
 """Tensors of a GPU through the whole package: public calls, a compiler, CUDA graphs, streams, NCCL, large offsets."""
 
-import copy
 import functools
-import inspect
 
 import pytest
 import torch
 from conftest import NATIVE, ON_GPU
-from valid_calls import calls, tensors_of
+from valid_calls import calls, moved, tensors_of
 
 import hpo_core as hpo
 
@@ -25,45 +23,13 @@ GATES = {
 each_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 
 
-def moved(value, device="cuda"):
-    """The arguments of a call on the GPU, whatever holds the tensors."""
-    if isinstance(value, torch.Tensor | hpo.PackedBatch):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: moved(item, device) for name, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(moved(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(moved(item, device) for item in value)
-    if any(isinstance(item, torch.Tensor) for item in getattr(value, "__dict__", {}).values()):
-        other = copy.copy(value)
-        for name, item in vars(value).items():
-            object.__setattr__(other, name, moved(item, device))
-        return other
-    return value
-
-
-def moved_call(call):
-    """The call on the GPU, by its default backend; a method is that of a moved object."""
-    given, function = moved(call.arguments), call.function
-    if "backend" in given:
-        given["backend"] = "" if call.name.startswith("torch.ops") else None
-    if inspect.ismethod(function) and not isinstance(function.__self__, type):
-        function = getattr(moved(function.__self__), function.__name__)
-    return call._replace(function=function, arguments=given)
-
-
-def is_of_testing(call):
-    return "testing" in call.function.__module__ if hasattr(call.function, "__module__") else False
-
-
-CALLS = [call for call in calls() if "generator" not in call.arguments and not is_of_testing(call)]
+CALLS = [call for call in calls() if "generator" not in call.arguments and not call.is_of_testing()]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_a_call_gives_what_it_gives_on_the_cpu(call):
     expected = tensors_of(call.run())
-    found = tensors_of(moved_call(call).run())
+    found = tensors_of(call.moved("cuda").run())
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype

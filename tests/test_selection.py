@@ -234,14 +234,14 @@ def test_the_padded_shape_and_the_other_calls():
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     logp, entropy = -torch.rand(2, 3), torch.rand(2, 3)
     batch = hpo.PackedBatch.from_padded(mask).without_first_tokens()
-    selection = hpo.entropy.entropy_advantage(entropy, torch.tensor([1.0, -1.0]), batch)
+    selection = hpo.entropy.entropy_advantage(torch.tensor([1.0, -1.0]), entropy, batch)
     assert selection.advantage_addend.shape == (2, 3)
     given = (logp, None, torch.tensor([1.0, -1.0]), batch)
     loss = hpo.policy_loss(*given, selection=selection).loss
     assert torch.equal(loss, hpo.policy_loss_and_grad(*given, selection=selection).loss)
     assert torch.equal(loss, hpo.policy_loss(*given, selection=selection, backend="cpu").loss)
     flat = hpo.PackedBatch(torch.tensor([0, 3, 6]), batch.mask)
-    packed = hpo.entropy.entropy_advantage(entropy.reshape(-1), torch.tensor([1.0, -1.0]), flat)
+    packed = hpo.entropy.entropy_advantage(torch.tensor([1.0, -1.0]), entropy.reshape(-1), flat)
     assert torch.equal(packed.advantage_addend, selection.advantage_addend.reshape(-1))
     rewards = torch.tensor([1.0, -1.0])
     single = hpo.hierarchical_policy_loss(

@@ -8,6 +8,7 @@ from devices import Device, NoHostData, OnDevice
 from estimators import CASES, Given
 from naive_estimators import draw
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from valid_calls import calls
 
 import hpo_core as hpo
 from hpo_core.specs import OrderRule
@@ -45,8 +46,6 @@ def test_nothing_synchronises():
             for total in (None, 7, make((), dtype=torch.int64)):
                 mode(batch, total=total)
         hpo.aggregation.token_mean(batch, selected=mask)
-        for estimator in (hpo.advantages.grpo, hpo.advantages.rloo, hpo.advantages.dr_grpo, hpo.advantages.lite_ppo):
-            estimator(make(8), batch.group_ids)
         for window in (hpo.entropy.forking_tokens(), hpo.entropy.ares()):
             state = window.fit(entropy, batch)
             window.apply(entropy, batch, state)
@@ -93,42 +92,18 @@ def test_nothing_synchronises():
         for gate in (gates.hispo(), gates.opsm(), gates.mis(ratio_veto=1e-4), gates.dppo_kl(), gates.tis()):
             rollout = make(64) if gate.reads_rollout else None
             hpo.policy_loss(logp, old_logp, make(8), batch, gate, rollout_logp=rollout).loss.backward()
-        gates.hapo_bounds(entropy, batch), gates.dcpo_bounds(old_logp), gates.archer_bounds(mask)
-        gates.clip_cov_mask(logp, old_logp, make(8), batch, seed=3)
-        gates.m2po_mask(logp, old_logp, batch)
-        gates.fipo_weight(logp, old_logp, make(8), batch)
-        gates.icpo_weight(logp), hpo.entropy.reconstructed.erc(entropy, make(64), batch)
-        gates.rec_ring_mask(logp, old_logp, make(8), batch)
-        gates.gbpo_target(make(8), batch.group_ids)
         entropies = hpo.entropy
         state, table = entropies.fit_pivot(entropy, batch), entropies.fit_scopes(entropy)
         selection = entropies.hapo(entropy, batch, state=state)
         selection = selection.merged(entropies.aepo_ruc(entropy, batch, state=table))
-        selection = selection.merged(entropies.entropy_advantage(entropy, make(8), batch))
+        selection = selection.merged(entropies.entropy_advantage(make(8), entropy, batch))
         selection = selection.merged(entropies.steer(make(64), batch))._replace(kl_weight=make(64))
-        right, token = make(8, dtype=torch.bool), make(64)
-        entropies.gtpo(right, entropy, batch), entropies.grpo_s(right, entropy, batch)
-        entropies.edge_grpo(make(8), entropy, batch), entropies.ettrl(make(8), entropy, batch)
-        entropies.ucas(make(8), make(8), token, batch), entropies.covariance(token, make(8), batch)
-        entropies.ulorl(token, entropy, right, batch), entropies.opened(mask, batch, 3)
-        entropies.archer(entropy, batch), entropies.siren_tokens(entropy, batch)
-        entropies.hicra_tokens(entropy, make(8), batch), entropies.d3s_tokens(entropy, make(8), batch, rows_mask=right)
-        entropies.ares_windows(entropy, batch), entropies.ares_threshold(entropy, batch, make(()))
-        entropies.ares_next_windows(entropy, mask, batch, make(())), entropies.count_of_rows(mask, batch)
-        levels, targets = entropies.ares_difficulty(right, batch.group_ids), entropies.AresTargets(make(3), make(3))
-        targets = entropies.ares_targets(make(8), levels, targets, batch.group_ids, compat="code")
-        entropies.ares_rewards(right, make(8), levels, make(3), entropies.ares_scales(make(8), levels, make(3)))
-        entropies.ares_entropy_reward(right, make(8), levels, targets)
-        entropies.ares_penalty_weights(mask, levels, make(3), batch, relief=0.5)
+        levels, targets = make(8, dtype=torch.int64), entropies.AresTargets(make(3), make(3))
+        entropies.ares_targets(make(8), levels, targets, batch.group_ids, compat="code")
         differentiable = make(64).requires_grad_()
         total = entropies.mean_entropy(differentiable, batch, make(8))
         total = total + entropies.epo(differentiable, batch, make(8), make(2))
         (total + entropies.siren(differentiable, batch, mask, make(()))).backward()
-        entropies.skywork_coefficient(make(()), make(()))
-        rough = entropies.reconstructed
-        rough.less_tokens(entropy, batch, quantile="0.5"), rough.funrl(make(8), entropy, mask, batch, alpha=0.1)
-        rough.less(make(8), right, make(64, dtype=torch.int64), batch, right=2.0, wrong=0.5)
-        rough.seed_grpo(make(8), batch.group_ids, batch.group_ids), rough.dcpo_regulariser(token, token, batch)
         given = {"kl": hpo.kl.k3(0.1), "ref_logp": old_logp, "selection": selection}
         hpo.policy_loss(logp, old_logp, make(8), batch, gates.hapo_clip(), **given).loss.backward()
         hpo.policy_loss_and_grad(logp, old_logp, make(8), batch, gates.hapo_clip(), **given)
@@ -137,6 +112,9 @@ def test_nothing_synchronises():
         hpo.policy_loss_and_grad(logp, old_logp, make(64), batch, advantage_level="token")
         stepped = make.batch(steps=make(5, 2, dtype=torch.int64))
         hpo.policy_loss(logp, old_logp, make(5), stepped, advantage_level="step")
+        estimator = functools.partial(hpo.advantages.hgpo, anchor_ids=make(5, dtype=torch.int64))
+        grouped = make.batch(steps=make(5, 2, dtype=torch.int64), group_ids=make.ids())
+        hpo.hierarchical_policy_loss(logp, None, make(5), grouped, advantage=estimator)
         for gate in (hpo.gates.step_gspo(), hpo.gates.reconstructed.two_scale()):
             hpo.policy_loss(logp, old_logp, make(5), stepped, gate, advantage_level="step").loss.backward()
         hpo.policy_loss(make(8, 8).requires_grad_(), None, make(8), make(8, 8, dtype=torch.bool)).loss.backward()
@@ -205,30 +183,29 @@ def test_no_estimator_synchronises(name):
         assert CASES[name](units).device.type == "meta"
 
 
-def test_no_estimator_of_tokens_and_no_selection_synchronises():
-    make = Device()
+# Their documentation says so: values are checked, lengths are read.
+SYNCHRONISE = {"PackedBatch", "PackedBatch.from_lengths", "PackedBatch.replace", "PackedBatch.select"}
+OF_NUMBERS = {"hpo_core.gates.experts.ink_grpo_coefficient"}  # without a tensor
+
+
+def is_for_eager_calls(call):
+    """Whether simulated devices are refused."""
+    aggregates = getattr(call.arguments.get("gate_inputs"), "aggregates", None)
+    return aggregates or "report" in call.arguments or call.function is hpo.policy_loss_from_logits
+
+
+CALLS = [
+    call
+    for call in calls()
+    if call.name not in SYNCHRONISE | OF_NUMBERS and not call.is_of_testing() and not is_for_eager_calls(call)
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name.removeprefix("hpo_core."))
+def test_no_public_function_synchronises(call):
+    call = call.moved("meta")
     with OnDevice(), NoHostData():
-        batch = make.batch(group_ids=make.ids())
-        tokens, rows, flags = make(64), make(8), make(8, dtype=torch.bool)
-        advantages = hpo.advantages
-        advantages.reinforce_pp(tokens, batch, gamma=0.9)
-        advantages.remax(tokens, rows, batch)
-        advantages.hicra(rows, make(64, dtype=torch.bool), batch)
-        advantages.rl_zvp(rows, batch.group_ids, tokens, batch, rows)
-        advantages.otb(tokens, batch.group_ids, batch, tokens, tokens)
-        advantages.t_ppo(tokens, tokens, batch, flags)
-        advantages.poise(rows, rows, make.ids())
-        advantages.dcpo(rows, make.ids(), advantages.GroupHistory(*(make(5, dtype=torch.float64) for _ in range(3))))
-        advantages.BetaTracker(make(5), make(5)).updated(rows, make.ids(), rows)
-        advantages.d3s_samples(rows, batch.group_ids, 2), advantages.pf_ppo(rows, batch.group_ids)
-        advantages.swarm_samples(rows, batch.group_ids, rows > 0, seed=1)
-        advantages.reconstructed.v05_samples(rows, batch.group_ids, rows)
-        advantages.icpo(rows, batch.group_ids, rows > 0, progress=0.5)
-        advantages.unidoc_rl(rows, rows, rows, rows, rows, batch.group_ids)
-        advantages.vpo(make(8, 3, 2), batch.group_ids, make(4, 2))
-        stepped = make.batch(steps=make(5, 2, dtype=torch.int64), group_ids=make.ids())
-        estimator = functools.partial(advantages.hgpo, anchor_ids=make(5, dtype=torch.int64))
-        hpo.hierarchical_policy_loss(tokens, None, make(5), stepped, advantage=estimator)
+        call.run()
 
 
 @pytest.mark.parametrize(

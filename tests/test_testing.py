@@ -511,10 +511,6 @@ def test_an_exponential_off_by_4_ulp_is_beyond_the_budget(ulps):
         testing.assert_within_budget("wrong", metrics(ulps), expected)
 
 
-def test_no_region_is_wider():
-    assert testing.REGIONS == {}
-
-
 # ------------------------------------------------------------------------------------------------------ the generators
 
 

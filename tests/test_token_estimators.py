@@ -441,9 +441,9 @@ def test_de_grpo_over_steps(backend):
 def test_de_grpo_pairs_that_are_not_visited_and_prompts_that_are_not_there_are_errors_that_the_loss_counts():
     ones = torch.ones(5)
     given = torch.arange(5.0), torch.tensor([0, 0, 0, 1, 9]), ones, ones, torch.zeros(2)
-    out, utility = advantages.de_grpo(*given, samples=2)
-    assert out.isnan().tolist() == [True, True, True, False, True] and not utility.any()
-    assert not advantages.de_grpo(*given, samples=3)[0][:4].isnan().any()
+    out = advantages.de_grpo(*given, samples=2)
+    assert out.advantages.isnan().tolist() == [True, True, True, False, True] and not out.utility.any()
+    assert not advantages.de_grpo(*given, samples=3).advantages[:4].isnan().any()
     binary = torch.tensor([1.0, 0.0, 1.0, 0.0])
     out, utility = advantages.de_grpo(
         binary, torch.zeros(4, dtype=torch.int64), torch.tensor([-1.0, -2, -3, -4]), torch.zeros(4), torch.zeros(1),

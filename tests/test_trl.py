@@ -523,7 +523,7 @@ def test_an_entropy_method_reaches_every_micro_batch(tmp_path):
 
     def method(entropy, batch, advantages, seed):
         chosen = hpo.entropy.archer(entropy, batch)
-        chosen = chosen._replace(kl_weight=None).merged(hpo.entropy.entropy_advantage(entropy, advantages, batch))
+        chosen = chosen._replace(kl_weight=None).merged(hpo.entropy.entropy_advantage(advantages, entropy, batch))
         seen.append((entropy.view(batch.padded_shape), chosen))
         return chosen
 

@@ -106,7 +106,7 @@ def selected(name, batch):
         window = entropy.forking_tokens()
         return entropy.Selection(mask=window.apply(given, rows, window.fit(given, rows)))
     if name == "entropy_advantage":
-        return entropy.entropy_advantage(given, torch.cat(batch.fields["advantages"]), rows, advantage_level="token")
+        return entropy.entropy_advantage(torch.cat(batch.fields["advantages"]), given, rows, advantage_level="token")
     return ARCHER(given, rows)
 
 

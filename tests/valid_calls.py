@@ -4,6 +4,7 @@ All numbers are short in binary, so that every floating-point type holds them, a
 by one.
 """
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -77,6 +78,36 @@ class Call(NamedTuple):
             if parameter.kind is parameter.VAR_POSITIONAL:
                 positional = list(named.pop(parameter.name))
         return self.function(*positional, **named)
+
+    def moved(self, device: str) -> "Call":
+        """The call on a device, by its default backend; a method is that of a moved object."""
+        given, function = moved(self.arguments, device), self.function
+        if "backend" in given:
+            given["backend"] = "" if self.name.startswith("torch.ops") else None
+        if inspect.ismethod(function) and not isinstance(function.__self__, type):
+            function = getattr(moved(function.__self__, device), function.__name__)
+        return self._replace(function=function, arguments=given)
+
+    def is_of_testing(self) -> bool:
+        return "testing" in getattr(self.function, "__module__", "")
+
+
+def moved(value: Any, device: str) -> Any:
+    """The arguments of a call on a device, whatever holds the tensors."""
+    if isinstance(value, torch.Tensor | PackedBatch):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: moved(item, device) for name, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, device) for item in value)
+    if any(isinstance(item, torch.Tensor) for item in getattr(value, "__dict__", {}).values()):
+        other = copy.copy(value)
+        for name, item in vars(value).items():
+            object.__setattr__(other, name, moved(item, device))
+        return other
+    return value
 
 
 def takes_tensors(function: Callable[..., Any]) -> bool:

@@ -2,7 +2,16 @@
 
 from ..specs import Center, EpsMode, GroupTerm, Part, Presence, Provenance, Scale, Share
 from . import reconstructed
-from .baselines import BetaTracker, GroupHistory, dcpo, de_grpo, poise, spo_single_stream
+from .baselines import (
+    BetaTracker,
+    DcpoAdvantages,
+    DeGrpoAdvantages,
+    GroupHistory,
+    dcpo,
+    de_grpo,
+    poise,
+    spo_single_stream,
+)
 from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
 from .distributed import over_ranks
 from .flat import dgpo, dr_grpo, gpg, grpo, lite_ppo, maxrl, opo, reinforce_pp_baseline, rloo, whiten
@@ -21,6 +30,8 @@ from .trees import mars2, rose, rose_length_penalty, treepo, treepo_segments
 __all__ = [
     "BetaTracker",
     "Center",
+    "DcpoAdvantages",
+    "DeGrpoAdvantages",
     "EpsMode",
     "GroupHistory",
     "GroupTerm",

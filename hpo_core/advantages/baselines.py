@@ -199,6 +199,13 @@ class GroupHistory(NamedTuple):
 torch.serialization.add_safe_globals([BetaTracker, GroupHistory])
 
 
+class DcpoAdvantages(NamedTuple):
+    """What :func:`dcpo` returns."""
+
+    advantages: torch.Tensor  # [S] float32
+    history: GroupHistory  # with this step in it, for the next one
+
+
 @estimator(Provenance.VERIFIED)
 def dcpo(
     rewards: torch.Tensor,
@@ -208,9 +215,9 @@ def dcpo(
     ddof: int = 1,
     mask: torch.Tensor | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, GroupHistory]:
+) -> DcpoAdvantages:
     """DCPO: this step's normalised reward mixed with that over all steps so far, the smaller of two mixes (arXiv
-    2509.02333). Returns ``[S]`` float32, and the history with this step in it.
+    2509.02333). Returns ``advantages`` ``[S]`` float32, and ``history`` with this step in it.
 
     ``A_new = (r - mean) / std`` in the group, ``A_all`` with mean and std over all steps, no eps, 0 where a std is 0;
     with i the steps of the prompt so far, this one included: ``A_new / i + (1 - 1 / i) A_all`` or
@@ -246,7 +253,14 @@ def dcpo(
     first, second = part * new + (1 - part) * overall, (1 - part) * new + part * overall
     smaller = torch.where(first.abs() <= second.abs(), first, second)
     smaller = torch.where(prompts < history.steps.numel(), smaller, torch.nan)
-    return as_advantages(torch.where(member, smaller, 0.0), rewards, backend), merged
+    return DcpoAdvantages(as_advantages(torch.where(member, smaller, 0.0), rewards, backend), merged)
+
+
+class DeGrpoAdvantages(NamedTuple):
+    """What :func:`de_grpo` returns."""
+
+    advantages: torch.Tensor  # [S] float32
+    utility: torch.Tensor  # [P] with this step in it, for the next one
 
 
 @estimator(Provenance.VERIFIED)
@@ -265,9 +279,9 @@ def de_grpo(
     eps: float = 1e-4,
     mask: torch.Tensor | None = None,
     backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> DeGrpoAdvantages:
     """DE-GRPO (FaVChat): GRPO times how useful the prompt has been and how far its rewards lie apart (arXiv
-    2503.09158, official code). Returns ``[S]`` float32, and the utility ``[P]`` with this step in it.
+    2503.09158, official code). Returns ``advantages`` ``[S]`` float32, and ``utility`` ``[P]`` with this step in it.
 
     Over the pairs of a prompt's responses ``G(x) = exp(mean log(|x_i - x_j| + 1e-6))``;
     ``U <- smoothing U + (1 - smoothing) G(rewards) G(scores)``; d is 0 where ``U < least``, ``decay`` where
@@ -287,7 +301,7 @@ def de_grpo(
 
     >>> r, scores = torch.tensor([0.0, 9.0]), torch.tensor([-1.0, -0.5])
     >>> de_grpo(r, torch.tensor([0, 0]), scores, torch.ones(2), torch.zeros(1), samples=2)
-    (tensor([-0.7066,  0.7066]), tensor([0.9000]))
+    DeGrpoAdvantages(advantages=tensor([-0.7066,  0.7066]), utility=tensor([0.9000]))
     """
     check_units(rewards=rewards, scores=scores, values=values, mask=mask)
     check_units(utility=utility)
@@ -307,7 +321,7 @@ def de_grpo(
     exact = torch.where((group.members > samples) | (prompts >= utility.numel()), torch.nan, exact)
     member = scored & (group.members > 0)
     written = _written(utility.double(), places, new).to(utility.dtype)
-    return as_advantages(torch.where(member, exact, 0.0), rewards, backend), written
+    return DeGrpoAdvantages(as_advantages(torch.where(member, exact, 0.0), rewards, backend), written)
 
 
 def _gaps(

@@ -6,6 +6,7 @@ from . import reconstructed
 from .aggregates import Window, window_aggregate, window_mean
 from .controllers import (
     AresPenalty,
+    ControlledCoefficient,
     ares_kappa,
     ares_penalty,
     entropic,
@@ -32,6 +33,7 @@ from .window import EntropyWindow, WindowState, ares, forking_tokens
 __all__ = [
     "AresPenalty",
     "AresTargets",
+    "ControlledCoefficient",
     "EntropyWindow",
     "OrderRule",
     "PivotState",

@@ -18,6 +18,13 @@ from ..specs import Provenance
 from .signals import preset
 
 
+class ControlledCoefficient(NamedTuple):
+    """What a controller of one coefficient returns, 0-dim each."""
+
+    state: torch.Tensor  # for the next step
+    coefficient: torch.Tensor  # for the loss of this one
+
+
 @preset(Provenance.VERIFIED)
 def skywork_coefficient(
     coefficient: torch.Tensor,
@@ -26,7 +33,7 @@ def skywork_coefficient(
     target: float = 0.2,
     delta: float = 1e-4,
     most: float = 0.005,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> ControlledCoefficient:
     """Skywork-OR1: the coefficient grows by ``delta`` while the entropy is below its target and shrinks above, within
     ``[0, most]``; the bonus counts below the target only (repository SkyworkAI/Skywork-OR1).
 
@@ -35,11 +42,10 @@ def skywork_coefficient(
         entropy: 0-dim, the mean of the step.
 
     Returns:
-        The new state, and the coefficient of the bonus; 0 without an entropy.
+        ``state``, the new one, and ``coefficient``, that of the bonus; 0 without an entropy.
 
-    >>> state, bonus = skywork_coefficient(torch.tensor(0.0), torch.tensor(0.1))
-    >>> state, bonus
-    (tensor(1.0000e-04), tensor(1.0000e-04))
+    >>> skywork_coefficient(torch.tensor(0.0), torch.tensor(0.1))
+    ControlledCoefficient(state=tensor(1.0000e-04), coefficient=tensor(1.0000e-04))
     """
     _check_scalars(coefficient=coefficient, entropy=entropy)
     return _stepped(coefficient, entropy, entropy < target, delta, most)
@@ -48,14 +54,14 @@ def skywork_coefficient(
 @preset(Provenance.VERIFIED)
 def trl_coefficient(
     coefficient: torch.Tensor, entropy: torch.Tensor, *, target: float = 0.2, delta: float = 0.005, most: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> ControlledCoefficient:
     """TRL's variant of :func:`skywork_coefficient`: it grows and counts at the target, too, and steps are larger.
 
     Args:
         entropy: 0-dim, the mean of the *last* step: TRL moves the coefficient after the step that it measures.
 
     >>> trl_coefficient(torch.tensor(0.01), torch.tensor(0.25), target=0.25)
-    (tensor(0.0150), tensor(0.0150))
+    ControlledCoefficient(state=tensor(0.0150), coefficient=tensor(0.0150))
     """
     _check_scalars(coefficient=coefficient, entropy=entropy)
     return _stepped(coefficient, entropy, entropy <= target, delta, most)
@@ -63,19 +69,19 @@ def trl_coefficient(
 
 def _stepped(
     coefficient: torch.Tensor, entropy: torch.Tensor, grows: torch.Tensor, delta: float, most: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> ControlledCoefficient:
     check(delta >= 0, "delta: expected a number >= 0, got {}", delta)
     check(most >= 0, "most: expected a number >= 0, got {}", most)
     old = coefficient.detach()
     moved = torch.where(grows, old + delta, old - delta).clamp(0.0, most)
     seen = torch.isfinite(entropy)
-    return torch.where(seen, moved, old), torch.where(seen & grows, moved, 0.0)
+    return ControlledCoefficient(torch.where(seen, moved, old), torch.where(seen & grows, moved, 0.0))
 
 
 @preset(Provenance.PAPER)
 def entropic(
     integral: torch.Tensor, entropy: torch.Tensor, *, target: float, proportional: float, integral_gain: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> ControlledCoefficient:
     """EntroPIC: the coefficient ``K_p e + K_i sum of e``, e the entropy's distance below its target (as others describe
     the paper, which gives no gains).
 
@@ -83,15 +89,15 @@ def entropic(
         integral: 0-dim, the state, the sum of errors so far; 0 at the start.
 
     Returns:
-        The new state, and the coefficient, negative where the entropy is to fall; without an entropy e is 0.
+        ``state``, the new one, and ``coefficient``, negative where the entropy is to fall; without an entropy e is 0.
 
     >>> entropic(torch.tensor(1.0), torch.tensor(0.5), target=1.0, proportional=2.0, integral_gain=0.5)
-    (tensor(1.5000), tensor(1.7500))
+    ControlledCoefficient(state=tensor(1.5000), coefficient=tensor(1.7500))
     """
     _check_scalars(integral=integral, entropy=entropy)
     error = torch.where(torch.isfinite(entropy), target - entropy.detach(), 0.0)
     total = integral.detach() + error
-    return total, proportional * error + integral_gain * total
+    return ControlledCoefficient(total, proportional * error + integral_gain * total)
 
 
 @preset(Provenance.PAPER)

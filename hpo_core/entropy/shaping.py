@@ -31,8 +31,8 @@ def statistics_of(signal: Signal, state: ScopeStatistics | None, backend: str | 
 
 @preset(Provenance.PAPER)
 def entropy_advantage(
-    entropy: torch.Tensor,
     advantages: torch.Tensor,
+    entropy: torch.Tensor,
     batch: PackedBatch,
     *,
     alpha: float = 0.4,
@@ -49,7 +49,7 @@ def entropy_advantage(
 
     Traps: ``kappa = 1``, a baseline of others, takes mistakes of high entropy out of the loss.
 
-    >>> given = torch.tensor([0.05, 0.5, 2.0]), torch.tensor([1.0]), PackedBatch.from_lengths([3])
+    >>> given = torch.tensor([1.0]), torch.tensor([0.05, 0.5, 2.0]), PackedBatch.from_lengths([3])
     >>> entropy_advantage(*given).advantage_addend
     tensor([0.0200, 0.2000, 0.5000])
     """

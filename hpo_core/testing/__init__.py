@@ -23,7 +23,7 @@ the standard deviation divides by n (biased) where n - 1 is meant
 """
 
 from .benching import Measured, Measurements, bench
-from .budget import REGIONS, Expected, assert_within_budget, budget
+from .budget import Expected, assert_within_budget, budget
 from .checking import Report, Verdict, check, promises
 from .examples import (
     FEATURES,
@@ -47,7 +47,6 @@ from .strategies import layouts, masks, policy_losses, reward_groups, scores, st
 
 __all__ = [
     "FEATURES",
-    "REGIONS",
     "Expected",
     "ExplainedLevel",
     "Explanation",

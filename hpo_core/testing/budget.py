@@ -14,9 +14,6 @@ UNIT = 2.0**-24  # half the distance from 1 to the next float32
 SMALLEST = 2.0**-126  # below the smallest normal float32 a kernel may flush to zero
 MARGIN = 1e-5  # generated inputs stay this far from every point where a gate changes branch
 
-# The factors of regions with a wider budget, by name. The table is empty: no gate of this version has such a region.
-REGIONS: dict[str, float] = {}
-
 
 class Expected(NamedTuple):
     """The expected value of one output, and the two tensors that make its error budget: float64, of one shape."""
@@ -27,11 +24,8 @@ class Expected(NamedTuple):
 
 
 @examines
-def budget(expected: Expected, region: str | None = None) -> torch.Tensor:
-    """``max(2 e, 4 * 2^-24 m)`` per element: e is the largest error of eager float32 in this tensor, m the magnitude.
-
-    ``region``: a key of ``REGIONS``, which widens the budget.
-    """
+def budget(expected: Expected) -> torch.Tensor:
+    """``max(2 e, 4 * 2^-24 m)`` per element: e is the largest error of eager float32 in the tensor, m the magnitude."""
     for name, tensor in expected._asdict().items():
         check_dtype(f"expected.{name}", tensor, (torch.float64, torch.float32), "compare in float64")
         check_shape(f"expected.{name}", tensor, expected.exact.shape, "that of expected.exact")
@@ -39,12 +33,11 @@ def budget(expected: Expected, region: str | None = None) -> torch.Tensor:
     error = (expected.eager - expected.exact).abs()
     known = error[torch.isfinite(error)]
     largest = known.max() if known.numel() else error.new_zeros(())
-    allowed = torch.maximum(2 * largest, 4 * UNIT * expected.magnitude) + SMALLEST
-    return allowed * (1.0 if region is None else REGIONS[region])
+    return torch.maximum(2 * largest, 4 * UNIT * expected.magnitude) + SMALLEST
 
 
 @examines
-def assert_within_budget(op: str, got: torch.Tensor, expected: Expected, region: str | None = None) -> float:
+def assert_within_budget(op: str, got: torch.Tensor, expected: Expected) -> float:
     """Raise AssertionError, with op, element, error and budget, unless every element is within its budget.
 
     Infinities and NaN of the exact result must be met exactly. Returns the largest error / budget.
@@ -56,7 +49,7 @@ def assert_within_budget(op: str, got: torch.Tensor, expected: Expected, region:
     assert got.shape == exact.shape, f"{op}: expected shape {list(exact.shape)}, got {list(got.shape)}"
     if exact.numel() == 0:
         return 0.0
-    allowed = budget(expected, region)
+    allowed = budget(expected)
     same = (got == exact) | (got.isnan() & exact.isnan())
     error = torch.where(same, torch.zeros_like(exact), (got - exact).abs())
     share = torch.where(same, 0.0, (error / allowed).nan_to_num(nan=math.inf))

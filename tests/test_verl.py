@@ -70,6 +70,18 @@ def test_equals_verl_only_with_the_same_bounds():
     assert not torch.allclose(other_bound[1], one[1], rtol=1e-3)
 
 
+@pytest.mark.parametrize(("name", "bound"), [("dppo_tv", 0.15), ("dppo_kl", 0.05)])
+def test_what_a_mask_drops_is_what_verl_calls_clipped(name, bound):
+    batch = Batch()
+    batch.fields["old_log_probs"] = [old.clamp(max=0) for old in batch.fields["old_log_probs"]]  # probabilities
+    batch.fields["advantages"][1].fill_(-1.0)  # at 0 verl and the gate drop other tokens, which have no gradient
+    bounds = {"clip_ratio_low": bound, "clip_ratio_high": bound, "clip_ratio_c": 20.0}
+    expected, ours = run(batch, actor(name, **bounds)), run(batch, actor(f"hpo_{name}"))
+    close(ours, expected)
+    dropped = expected[2]["actor/pg_clipfrac"]
+    assert ours[2]["actor/hpo_correction_0_selected_fraction"] == pytest.approx(1 - dropped) and dropped > 0.05
+
+
 def test_dapo_is_vanilla_without_the_dual_clip():
     batch = Batch()
     expected = run(batch, actor("vanilla", clip_ratio_high=0.28, clip_ratio_c=1e30))

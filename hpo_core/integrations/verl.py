@@ -34,7 +34,7 @@ from ..checks import check, require_type
 from ..entropy import EntropyWindow
 from ..gates import RatioGate
 from ..kl import KLPenalty
-from ..losses import policy_loss
+from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, Metrics
 from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
@@ -215,13 +215,14 @@ def _policy_loss(
         ref_logp=None if loss.kl is None else micro_batch.ref_logp,
         kl=loss.kl,
         advantage_level="token",
+        report=["corrections"] if gate.corrections else [],
         backend=loss.backend,
     )
     total = result.loss
     if loss.entropy_penalty is not None and entropy is not None:
         taken = {"entropy": entropy.flatten(), "batch": batch, "weights": weights, "seed": micro_batch.update}
         total = total + penalty_of(loss.entropy_penalty, **taken)
-    return total, _metrics(result.metrics, gate)
+    return total, _metrics(result, gate)
 
 
 def _check_micro_batch(loss: _Loss, gate: RatioGate, micro_batch: MicroBatch, config: Any) -> None:
@@ -290,13 +291,17 @@ def _weights(mode: str, batch: PackedBatch, info: Mapping[str, Any]) -> torch.Te
     return weights
 
 
-def _metrics(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
-    """verl's three metrics as it defines them, and the error counters; one copy to the host."""
-    seen = fractions(metrics, gate)
+def _metrics(result: PolicyLoss, gate: RatioGate) -> dict[str, float]:
+    """verl's three metrics as it defines them, what corrections keep, and the error counters; one copy to the host."""
+    vectors = torch.stack([each.vector for each in (result.metrics, *result.corrections)]).cpu()
+    whole, *corrections = map(Metrics, vectors)
+    seen = fractions(whole, gate)
+    kept = [float(each["selected"]) / max(float(each["tokens"]), 1.0) for each in corrections]
     return {
         "actor/pg_clipfrac": seen["clipped"],
         "actor/ppo_kl": seen["kl"],
         "actor/pg_clipfrac_lower": seen["dual_clipped"],
+        **{f"actor/hpo_correction_{at}_selected_fraction": each for at, each in enumerate(kept)},
         **{f"actor/hpo_{name}": seen.get(name, 0.0) for name in FLAGS},
     }
 

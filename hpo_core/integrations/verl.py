@@ -62,7 +62,7 @@ PRESETS = (
 )
 
 # What a function of gate inputs may take.
-_AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch")
+_AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
 
 # verl's own values of the clip fields. A field that holds them is taken as not set.
 _UNSET = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
@@ -91,7 +91,7 @@ def register(
             ``kl_cov_mask``, ``m2po_mask`` ...), or ``functools.partial`` of one, or one of your own that returns
             :class:`~hpo_core.gates.GateInputs`. It is called in each micro-batch with those of ``logp``, ``old_logp``
             (``[T]``, B L of them, without gradient), ``entropy`` (as these; needs ``actor.calculate_entropy``),
-            ``advantages``, ``advantage_level`` and ``batch`` that it takes.
+            ``advantages``, ``advantage_level``, ``batch`` and ``seed`` (rollouts so far) that it takes.
         entropy: a method, that is an EntropyWindow (``forking_tokens``, ``ares`` ...), a function of
             :mod:`hpo_core.entropy` that returns a Selection (``archer``, ``entropy_advantage``, ``aepo_ruc`` ...), or
             ``functools.partial`` of one, or one of your own. The workers of the actor call it once per rollout, on the
@@ -150,15 +150,18 @@ class _Loss(NamedTuple):
     kl: KLPenalty | None
     backend: str | None
 
+    def inputs_take(self, name: str) -> bool:
+        return self.gate_inputs is not None and name in inspect.signature(self.gate_inputs).parameters
+
     def reads_own_entropies(self) -> bool:
         """Those of the policy that is trained."""
-        made = self.gate_inputs is not None and "entropy" in inspect.signature(self.gate_inputs).parameters
-        return made or self.entropy_penalty is not None
+        return self.inputs_take("entropy") or self.entropy_penalty is not None
 
     def reads_rows(self) -> bool:
         """More than verl tells its losses. A function of the configuration may make such a gate, too."""
         of_gate = isinstance(self.gate, RatioGate) and (self.gate.reads_rollout or Unit.GROUP in self.gate.units)
-        return of_gate or self.reads_own_entropies() or self.entropy is not None or self.kl is not None
+        of_inputs = self.reads_own_entropies() or self.inputs_take("seed")
+        return of_gate or of_inputs or self.entropy is not None or self.kl is not None
 
 
 def _policy_loss(
@@ -196,7 +199,7 @@ def _policy_loss(
     if loss.gate_inputs is not None:
         given = made_inputs(
             loss.gate_inputs, log_prob.shape, advantages, logp=log_prob.detach(), old_logp=old_log_prob, batch=batch,
-            entropy=None if entropy is None else entropy.detach(),
+            entropy=None if entropy is None else entropy.detach(), seed=micro_batch.update,
         )  # fmt: skip
     weights = _weights(loss_agg_mode, batch, config.global_batch_info)
     result = policy_loss(

@@ -64,8 +64,13 @@ PRESETS = (
 # What a function of gate inputs may take.
 _AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
 
-# verl's own values of the clip fields. A field that holds them is taken as not set.
-_UNSET = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+# Fields of the actor's config and of its policy_loss that verl's losses read, and verl's own values. A field that holds
+# them is taken as not set.
+_CLIPS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+_UNSET = _CLIPS | {
+    "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05, "dro_beta": None, "ppo_kl_coef": 0.1,
+    "kl_cov_ratio": 2e-4, "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0,
+}  # fmt: skip
 
 
 def register(
@@ -86,7 +91,7 @@ def register(
     Args:
         name: registering a name again replaces it, verl's own losses too.
         gate: a RatioGate, or a function that makes one from verl's ActorConfig at each call. A RatioGate carries its
-            bounds, so a clip field of the config that is set besides is an error that names it.
+            numbers, so a field of the config for verl's losses that is set besides is an error that names it.
         gate_inputs: for gates that need more than the batch, a function of :mod:`hpo_core.gates` (``dcpo_bounds``,
             ``kl_cov_mask``, ``m2po_mask`` ...), or ``functools.partial`` of one, or one of your own that returns
             :class:`~hpo_core.gates.GateInputs`. It is called in each micro-batch with those of ``logp``, ``old_logp``
@@ -178,7 +183,7 @@ def _policy_loss(
     """What verl calls, by keyword: tensors ``[B, L]``; the loss is scaled for engines that average over ranks."""
     check(config is not None, "config: expected verl's ActorConfig, got None")
     if isinstance(loss.gate, RatioGate):
-        gate = _unread(loss.gate, config, *_UNSET)
+        gate = _reading(loss.gate, config)
     else:
         gate = loss.gate(config)
         require_type(
@@ -345,7 +350,7 @@ def _ppo_clip(config: Any) -> RatioGate:
     low, high = _epsilons(config)
     dual = config.get("clip_ratio_c", 3.0)
     check(dual is None or dual > 1, "clip_ratio_c: expected a ratio > 1, got {}", dual)
-    return gates.ppo_clip(low, high, ratio_dual=dual)
+    return _reading(gates.ppo_clip(low, high, ratio_dual=dual), config, *_CLIPS, "clip_ratio_c")
 
 
 def _dapo(config: Any) -> RatioGate:
@@ -357,29 +362,29 @@ def _dapo(config: Any) -> RatioGate:
         high,
         low,
     )
-    return _unread(gates.dapo(low, high), config, "clip_ratio_c")
+    return _reading(gates.dapo(low, high), config, *_CLIPS)
 
 
 def _cispo(config: Any) -> RatioGate:
     low, high = _epsilons(config)
-    return _unread(gates.cispo(ratio_cap=1 + high, ratio_low=1 - low), config, "clip_ratio_c")
+    return _reading(gates.cispo(ratio_cap=1 + high, ratio_low=1 - low), config, *_CLIPS)
 
 
 def _gspo(config: Any) -> RatioGate:
-    return _unread(gates.gspo(*_epsilons(config)), config, "clip_ratio_c")
+    return _reading(gates.gspo(*_epsilons(config)), config, *_CLIPS)
 
 
 def _gspo_token(config: Any) -> RatioGate:
-    return _unread(gates.gspo_token(*_epsilons(config)), config, "clip_ratio_c")
+    return _reading(gates.gspo_token(*_epsilons(config)), config, *_CLIPS)
 
 
 def _sapo(config: Any) -> RatioGate:
-    return _unread(gates.sapo(config.tau_pos, config.tau_neg), config, *_UNSET)
+    return _reading(gates.sapo(config.tau_pos, config.tau_neg), config, "tau_pos", "tau_neg")
 
 
 def _dro(config: Any) -> RatioGate:
     beta = config.policy_loss.get("dro_beta", None)
-    return _unread(gates.dro() if beta is None else gates.dro(beta), config, *_UNSET)
+    return _reading(gates.dro() if beta is None else gates.dro(beta), config, "dro_beta")
 
 
 def _epsilons(config: Any) -> tuple[float, float]:
@@ -391,9 +396,10 @@ def _epsilons(config: Any) -> tuple[float, float]:
     return min(low, 1.0), high  # ratios are positive: 1 - low below 0 is no bound
 
 
-def _unread(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
-    """The gate, which reads none of these fields."""
-    given = {field: value for field in fields if (value := config.get(field, None)) is not None}
+def _reading(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
+    """The gate, which reads no fields but these."""
+    told = {field: config.get(field, config.policy_loss.get(field)) for field in _UNSET if field not in fields}
+    given = {field: value for field, value in told.items() if value is not None}
     check_unread(gate, "verl", given, _UNSET, " or choose another loss_mode")
     return gate
 

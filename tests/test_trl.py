@@ -86,6 +86,9 @@ def test_one_micro_batch_equals_trl(setting, tmp_path):
     for weight in (token_weight, token_weight[:, :1]) if kind != "vespo" else ():  # there this is refused
         assert_same_loss(trainer, inputs | {"importance_sampling_ratio": weight}, scored)
     trainer.use_vllm = False
+    if "off_policy_mask_threshold" in config:
+        sampler = inputs["old_per_token_logps"] + torch.tensor([math.nan, 0.1, 0.3] * (LENGTH // 3))
+        assert_same_loss(trainer, inputs | {"sampling_per_token_logps": sampler}, scored)
 
     trainer.model.eval()
     assert_same_loss(trainer, inputs, scored)
@@ -389,7 +392,8 @@ def test_corrections_read_what_the_sampler_says(tmp_path):
     with pytest.raises(ValueError, match=r"^gate: 'icepop' corrects what the sampler's log-probabilities differ by"):
         loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
     rollout = inputs["old_per_token_logps"] + torch.where(torch.arange(LENGTH) == 2, 3.0, 0.0)  # e^-3 is below 0.5
-    inputs["sampling_per_token_logps"] = rollout
+    unscored = torch.arange(LENGTH) == 3  # by vLLM: the ratio there is 1
+    inputs["sampling_per_token_logps"] = torch.where(unscored, math.nan, rollout)
     _, grad, _ = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
     expected = hpo.policy_loss_and_grad(
         scored.logps, inputs["old_per_token_logps"], inputs["advantages"], scored.valid, hpo.gates.icepop(),

@@ -1,5 +1,6 @@
 """TRL's fused head with our log-probabilities in it: the same numbers, for labelled positions only."""
 
+import copy
 import inspect
 
 import pytest
@@ -77,6 +78,18 @@ def test_a_plain_forward_pass_and_generation_stay_the_model_s_own():
     head.give_head(model, None)
     got = model(input_ids=tokens).logits, model.generate(tokens, max_new_tokens=3, do_sample=False)
     assert all(torch.equal(mine, own) for mine, own in zip(got, expected, strict=True))
+
+
+def test_a_copy_scores_with_its_own_weights():
+    model, tokens = model_of(True), torch.arange(12).view(2, 6)
+    utils.add_fused_lm_head(model, outputs=OUTPUTS)
+    head.give_head(model, "cpu")
+    frozen = copy.deepcopy(model)
+    expected = scored(frozen, tokens, tokens)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    assert torch.equal(scored(frozen, tokens, tokens)[0], expected[0])
+    assert not torch.equal(scored(model, tokens, tokens)[0], expected[0])
 
 
 def test_the_names_of_trl_are_ours_for_the_time_of_a_forward_pass():

@@ -70,6 +70,18 @@ def test_equals_verl_only_with_the_same_bounds():
     assert not torch.allclose(other_bound[1], one[1], rtol=1e-3)
 
 
+@pytest.mark.parametrize(("name", "bound"), [("dppo_tv", 0.15), ("dppo_kl", 0.05)])
+def test_what_a_mask_drops_is_what_verl_calls_clipped(name, bound):
+    batch = Batch()
+    batch.fields["old_log_probs"] = [old.clamp(max=0) for old in batch.fields["old_log_probs"]]  # probabilities
+    batch.fields["advantages"][1].fill_(-1.0)  # at 0 verl and the gate drop other tokens, which have no gradient
+    bounds = {"clip_ratio_low": bound, "clip_ratio_high": bound, "clip_ratio_c": 20.0}
+    expected, ours = run(batch, actor(name, **bounds)), run(batch, actor(f"hpo_{name}"))
+    close(ours, expected)
+    dropped = expected[2]["actor/pg_clipfrac"]
+    assert ours[2]["actor/hpo_correction_0_selected_fraction"] == pytest.approx(1 - dropped) and dropped > 0.05
+
+
 def test_dapo_is_vanilla_without_the_dual_clip():
     batch = Batch()
     expected = run(batch, actor("vanilla", clip_ratio_high=0.28, clip_ratio_c=1e30))
@@ -251,13 +263,24 @@ def call(name, **fields):
         ("hpo_cispo", {"clip_ratio_c": 10.0}, "clip_ratio_c: the gate 'cispo' does not read it"),
         ("hpo_gspo", {"clip_ratio_c": 10.0}, "clip_ratio_c: the gate 'gspo' does not read it"),
         ("hpo_gspo_token", {"clip_ratio_c": 10.0}, "clip_ratio_c: the gate 'gspo_token' does not read it"),
+        ("hpo_gspo", {"policy_loss": {"dro_beta": 0.5}}, "dro_beta: the gate 'gspo' does not read it; got 0.5"),
+        ("hpo_sapo", {"clip_ratio": 0.3}, "clip_ratio: the gate 'sapo' does not read it"),
+        ("hpo_dro", {"tau_neg": 2.0}, "tau_neg: the gate 'dro' does not read it"),
+        ("hpo_vespo", {"tau_pos": 1.5}, "tau_pos: the gate 'vespo' does not read it"),
+        ("hpo_vespo", {"policy_loss": {"ppo_kl_coef": 9.0}}, "ppo_kl_coef: the gate 'vespo' does not read it"),
+        ("hpo_vespo", {"policy_loss": {"kl_cov_ratio": 0.5}}, "kl_cov_ratio: the gate 'vespo' does not read it"),
+        ("hpo_vespo", {"policy_loss": {"clip_cov_ratio": 0.5}}, "clip_cov_ratio: the gate 'vespo' does not read it"),
+        ("hpo_ppo_clip", {"policy_loss": {"clip_cov_lb": 2.0}}, "clip_cov_lb: the gate 'ppo_clip' does not read it"),
+        ("hpo_dapo", {"clip_ratio_high": 0.28, "policy_loss": {"clip_cov_ub": 2.0}}, "clip_cov_ub: the gate 'dapo'"),
         ("hpo_ppo_clip", {"clip_ratio_c": 1.0}, "clip_ratio_c: expected a ratio > 1"),
         ("hpo_ppo_clip", {"clip_ratio_low": -0.1}, "clip_ratio_low: expected an epsilon >= 0"),
         ("hpo_gspo", {"clip_ratio_high": -0.1}, "clip_ratio_high: expected an epsilon >= 0"),
     ],
 )
 def test_a_field_that_cannot_be_honoured_is_an_error(name, fields, message):
-    with pytest.raises(ValueError, match=message):
+    if "policy_loss" in fields:
+        fields = fields | {"policy_loss": workers.PolicyLossConfig(loss_mode=name, **fields["policy_loss"])}
+    with pytest.raises(ValueError, match=f"^{message}"):
         call(name, config=actor(name, **fields))
 
 

@@ -205,6 +205,15 @@ def test_gate_inputs_may_take_entropies():
     assert torch.equal(seen[0].reshape(padded.shape)[padded], torch.cat(batch.response(packed))[valid])
 
 
+def test_clip_cov_draws_other_tokens_in_every_rollout():
+    given = {"share": 0.2, "low": 0.0, "high": 50.0}
+    hpo_verl.register("hpo_clip_cov", gates.clip_cov(), gate_inputs=functools.partial(gates.clip_cov_mask, **given))
+    assert core_algos.POLICY_LOSS_REGISTRY["hpo_clip_cov"].args[0].reads_rows()  # where rollouts are counted
+    batch, config = Rollout(), actor("hpo_clip_cov", loss_agg_mode="token-mean")
+    first, second = updated(batch, config, SPLITS["whole"], updates=2)
+    assert not torch.equal(first[1], second[1])
+
+
 def test_errors_say_what_to_set():
     batch = Rollout()
     hpo_verl.register("hpo_forking", gates.ppo_clip(), entropy=entropy.forking_tokens())

@@ -44,7 +44,7 @@ from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .trl_config import check_config, gate_from_config
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
-from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, domain_ids_of, mask_of
+from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, domain_ids_of, mask_of, sampler_of
 from .trl_metrics import logged_metrics, observed_parts, reported
 from .turns import Step, steps_of_turns, turns
 
@@ -338,7 +338,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             window = None  # it has left a token mask in the batch
         elif window is not None and self._ranks() is not None:
             threshold = window.fit(entropies, batch, process_group=self._ranks(), backend=backend)
-        old_logps, rollout_logps = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
+        old_logps, rollout_logps = inputs.get("old_per_token_logps"), sampler_of(gate, logps, inputs)
         check(
             rollout_logps is not None or not gate.needs_rollout,
             "gate: {!r} corrects what the sampler's log-probabilities differ by; {}",
@@ -359,7 +359,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             batch,
             gate,
             weights=self._weights(batch, inputs),
-            rollout_logp=rollout_logps if gate.reads_rollout else None,
+            rollout_logp=rollout_logps,
             gate_inputs=given,
             ref_logp=None if kl is None else inputs["ref_per_token_logps"],
             kl=kl,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -45,13 +46,14 @@ def give_head(model: Any, backend: str | None) -> None:
     function that turns hidden states into log-probabilities, and whether it is given labelled positions only, are
     names of one of its modules, which are ours during such a forward pass.
     """
-    inner, head = model.forward, _Head(backend)
+    bound, head = model.forward, _Head(backend)
+    inner = getattr(bound, "__func__", lambda _, *arguments, **keywords: bound(*arguments, **keywords))
 
-    @functools.wraps(inner)  # generate() compares its arguments with the signature
-    def forward(*arguments: Any, fused_lm_head: bool = False, **keywords: Any) -> Any:
+    @functools.wraps(type(model).forward)  # generate() compares its arguments with the signature
+    def forward(self: Any, *arguments: Any, fused_lm_head: bool = False, **keywords: Any) -> Any:
         if not fused_lm_head:
-            return inner(*arguments, **keywords)
+            return inner(self, *arguments, **keywords)
         with replaced(utils, _ChunkedLogProbFunction=head, _use_triton=lambda device: True):
-            return inner(*arguments, fused_lm_head=True, **keywords)
+            return inner(self, *arguments, fused_lm_head=True, **keywords)
 
-    model.forward = forward
+    model.forward = types.MethodType(forward, model)  # a copy of the model scores with its own weights

@@ -9,7 +9,7 @@ import torch
 
 from ..checks import check, require_type
 from ..entropy import EntropyWindow
-from ..gates import RatioGate
+from ..gates import Channel, RatioGate
 from ..kl import KLPenalty
 from ..segments import ids_of
 from .entropy_methods import SELECTED, MakesPenalty, MakesSelection
@@ -69,3 +69,13 @@ def mask_of(inputs: dict[str, Any]) -> torch.Tensor:
     """Tokens of the loss, bool ``[B, L]``: completions without padding and without what tools wrote."""
     mask: torch.Tensor = inputs["completion_mask"] != 0
     return mask & (inputs["tool_mask"] != 0) if "tool_mask" in inputs else mask
+
+
+def sampler_of(gate: RatioGate, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | None:
+    """What sampled the tokens, ``[B, L]``, for a gate that reads it. A token that vLLM could not score, NaN, takes the
+    policy that corrections compare the sampler with: its ratio there is 1, as in TRL."""
+    sampler, old = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
+    if sampler is None or not gate.reads_rollout:
+        return None
+    current = not gate.needs_rollout and any(each.channel is Channel.TOTAL for each in gate.corrections)
+    return torch.where(sampler.isnan(), logps.detach() if old is None or current else old, sampler)

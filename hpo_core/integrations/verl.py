@@ -34,7 +34,7 @@ from ..checks import check, require_type
 from ..entropy import EntropyWindow
 from ..gates import RatioGate
 from ..kl import KLPenalty
-from ..losses import policy_loss
+from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, Metrics
 from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
@@ -62,10 +62,15 @@ PRESETS = (
 )
 
 # What a function of gate inputs may take.
-_AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch")
+_AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
 
-# verl's own values of the clip fields. A field that holds them is taken as not set.
-_UNSET = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+# Fields of the actor's config and of its policy_loss that verl's losses read, and verl's own values. A field that holds
+# them is taken as not set.
+_CLIPS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+_UNSET = _CLIPS | {
+    "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05, "dro_beta": None, "ppo_kl_coef": 0.1,
+    "kl_cov_ratio": 2e-4, "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0,
+}  # fmt: skip
 
 
 def register(
@@ -86,12 +91,12 @@ def register(
     Args:
         name: registering a name again replaces it, verl's own losses too.
         gate: a RatioGate, or a function that makes one from verl's ActorConfig at each call. A RatioGate carries its
-            bounds, so a clip field of the config that is set besides is an error that names it.
+            numbers, so a field of the config for verl's losses that is set besides is an error that names it.
         gate_inputs: for gates that need more than the batch, a function of :mod:`hpo_core.gates` (``dcpo_bounds``,
             ``kl_cov_mask``, ``m2po_mask`` ...), or ``functools.partial`` of one, or one of your own that returns
             :class:`~hpo_core.gates.GateInputs`. It is called in each micro-batch with those of ``logp``, ``old_logp``
             (``[T]``, B L of them, without gradient), ``entropy`` (as these; needs ``actor.calculate_entropy``),
-            ``advantages``, ``advantage_level`` and ``batch`` that it takes.
+            ``advantages``, ``advantage_level``, ``batch`` and ``seed`` (rollouts so far) that it takes.
         entropy: a method, that is an EntropyWindow (``forking_tokens``, ``ares`` ...), a function of
             :mod:`hpo_core.entropy` that returns a Selection (``archer``, ``entropy_advantage``, ``aepo_ruc`` ...), or
             ``functools.partial`` of one, or one of your own. The workers of the actor call it once per rollout, on the
@@ -150,15 +155,18 @@ class _Loss(NamedTuple):
     kl: KLPenalty | None
     backend: str | None
 
+    def inputs_take(self, name: str) -> bool:
+        return self.gate_inputs is not None and name in inspect.signature(self.gate_inputs).parameters
+
     def reads_own_entropies(self) -> bool:
         """Those of the policy that is trained."""
-        made = self.gate_inputs is not None and "entropy" in inspect.signature(self.gate_inputs).parameters
-        return made or self.entropy_penalty is not None
+        return self.inputs_take("entropy") or self.entropy_penalty is not None
 
     def reads_rows(self) -> bool:
         """More than verl tells its losses. A function of the configuration may make such a gate, too."""
         of_gate = isinstance(self.gate, RatioGate) and (self.gate.reads_rollout or Unit.GROUP in self.gate.units)
-        return of_gate or self.reads_own_entropies() or self.entropy is not None or self.kl is not None
+        of_inputs = self.reads_own_entropies() or self.inputs_take("seed")
+        return of_gate or of_inputs or self.entropy is not None or self.kl is not None
 
 
 def _policy_loss(
@@ -175,7 +183,7 @@ def _policy_loss(
     """What verl calls, by keyword: tensors ``[B, L]``; the loss is scaled for engines that average over ranks."""
     check(config is not None, "config: expected verl's ActorConfig, got None")
     if isinstance(loss.gate, RatioGate):
-        gate = _unread(loss.gate, config, *_UNSET)
+        gate = _reading(loss.gate, config)
     else:
         gate = loss.gate(config)
         require_type(
@@ -196,7 +204,7 @@ def _policy_loss(
     if loss.gate_inputs is not None:
         given = made_inputs(
             loss.gate_inputs, log_prob.shape, advantages, logp=log_prob.detach(), old_logp=old_log_prob, batch=batch,
-            entropy=None if entropy is None else entropy.detach(),
+            entropy=None if entropy is None else entropy.detach(), seed=micro_batch.update,
         )  # fmt: skip
     weights = _weights(loss_agg_mode, batch, config.global_batch_info)
     result = policy_loss(
@@ -215,13 +223,14 @@ def _policy_loss(
         ref_logp=None if loss.kl is None else micro_batch.ref_logp,
         kl=loss.kl,
         advantage_level="token",
+        report=["corrections"] if gate.corrections else [],
         backend=loss.backend,
     )
     total = result.loss
     if loss.entropy_penalty is not None and entropy is not None:
         taken = {"entropy": entropy.flatten(), "batch": batch, "weights": weights, "seed": micro_batch.update}
         total = total + penalty_of(loss.entropy_penalty, **taken)
-    return total, _metrics(result.metrics, gate)
+    return total, _metrics(result, gate)
 
 
 def _check_micro_batch(loss: _Loss, gate: RatioGate, micro_batch: MicroBatch, config: Any) -> None:
@@ -290,13 +299,17 @@ def _weights(mode: str, batch: PackedBatch, info: Mapping[str, Any]) -> torch.Te
     return weights
 
 
-def _metrics(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
-    """verl's three metrics as it defines them, and the error counters; one copy to the host."""
-    seen = fractions(metrics, gate)
+def _metrics(result: PolicyLoss, gate: RatioGate) -> dict[str, float]:
+    """verl's three metrics as it defines them, what corrections keep, and the error counters; one copy to the host."""
+    vectors = torch.stack([each.vector for each in (result.metrics, *result.corrections)]).cpu()
+    whole, *corrections = map(Metrics, vectors)
+    seen = fractions(whole, gate)
+    kept = [float(each["selected"]) / max(float(each["tokens"]), 1.0) for each in corrections]
     return {
         "actor/pg_clipfrac": seen["clipped"],
         "actor/ppo_kl": seen["kl"],
         "actor/pg_clipfrac_lower": seen["dual_clipped"],
+        **{f"actor/hpo_correction_{at}_selected_fraction": each for at, each in enumerate(kept)},
         **{f"actor/hpo_{name}": seen.get(name, 0.0) for name in FLAGS},
     }
 
@@ -337,7 +350,7 @@ def _ppo_clip(config: Any) -> RatioGate:
     low, high = _epsilons(config)
     dual = config.get("clip_ratio_c", 3.0)
     check(dual is None or dual > 1, "clip_ratio_c: expected a ratio > 1, got {}", dual)
-    return gates.ppo_clip(low, high, ratio_dual=dual)
+    return _reading(gates.ppo_clip(low, high, ratio_dual=dual), config, *_CLIPS, "clip_ratio_c")
 
 
 def _dapo(config: Any) -> RatioGate:
@@ -349,29 +362,29 @@ def _dapo(config: Any) -> RatioGate:
         high,
         low,
     )
-    return _unread(gates.dapo(low, high), config, "clip_ratio_c")
+    return _reading(gates.dapo(low, high), config, *_CLIPS)
 
 
 def _cispo(config: Any) -> RatioGate:
     low, high = _epsilons(config)
-    return _unread(gates.cispo(ratio_cap=1 + high, ratio_low=1 - low), config, "clip_ratio_c")
+    return _reading(gates.cispo(ratio_cap=1 + high, ratio_low=1 - low), config, *_CLIPS)
 
 
 def _gspo(config: Any) -> RatioGate:
-    return _unread(gates.gspo(*_epsilons(config)), config, "clip_ratio_c")
+    return _reading(gates.gspo(*_epsilons(config)), config, *_CLIPS)
 
 
 def _gspo_token(config: Any) -> RatioGate:
-    return _unread(gates.gspo_token(*_epsilons(config)), config, "clip_ratio_c")
+    return _reading(gates.gspo_token(*_epsilons(config)), config, *_CLIPS)
 
 
 def _sapo(config: Any) -> RatioGate:
-    return _unread(gates.sapo(config.tau_pos, config.tau_neg), config, *_UNSET)
+    return _reading(gates.sapo(config.tau_pos, config.tau_neg), config, "tau_pos", "tau_neg")
 
 
 def _dro(config: Any) -> RatioGate:
     beta = config.policy_loss.get("dro_beta", None)
-    return _unread(gates.dro() if beta is None else gates.dro(beta), config, *_UNSET)
+    return _reading(gates.dro() if beta is None else gates.dro(beta), config, "dro_beta")
 
 
 def _epsilons(config: Any) -> tuple[float, float]:
@@ -383,9 +396,10 @@ def _epsilons(config: Any) -> tuple[float, float]:
     return min(low, 1.0), high  # ratios are positive: 1 - low below 0 is no bound
 
 
-def _unread(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
-    """The gate, which reads none of these fields."""
-    given = {field: value for field in fields if (value := config.get(field, None)) is not None}
+def _reading(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
+    """The gate, which reads no fields but these."""
+    told = {field: config.get(field, config.policy_loss.get(field)) for field in _UNSET if field not in fields}
+    given = {field: value for field, value in told.items() if value is not None}
     check_unread(gate, "verl", given, _UNSET, " or choose another loss_mode")
     return gate
 

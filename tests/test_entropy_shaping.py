@@ -114,7 +114,7 @@ def test_gtpo_of_a_response_alone_is_zero(backend):
 def test_gtpo_and_grpo_s(drawn):
     right = drawn.draw.random(len(drawn.rows)) < 0.5
     given = drawn.tensor(right), drawn.tensor(drawn.entropy), drawn.batch
-    at, expected, groups = defaultdict(list), [0.0] * drawn.tokens, defaultdict(list)
+    at, expected, groups = defaultdict(list), drawn.of_tokens(lambda t: 0.0, 0.0), defaultdict(list)
     for row, places in enumerate(drawn.rows):
         for position, t in enumerate(places):
             u = drawn.entropy[t] if right[row] else 1 / max(drawn.entropy[t], 1e-8)
@@ -207,8 +207,7 @@ def test_ucas(drawn):
         return max(final, 0.0) if a > 0 else final
 
     given = drawn.tensor(own), drawn.tensor(confidence), drawn.tensor(logits), drawn.batch
-    expected = [0.0 if x != x else x for x in drawn.of_tokens(shaped, 0.0)]
-    drawn.agrees(E.ucas(*given, backend=drawn.backend), expected, 1e-5)
+    drawn.agrees(E.ucas(*given, backend=drawn.backend), drawn.of_tokens(shaped, 0.0), 1e-5)
 
 
 @on_random_batches

@@ -52,6 +52,7 @@ _cov = functools.partial(gates.clip_cov_mask, TOKENS, TOKENS, ONE, FIVE, seed=0)
         (lambda: gates.hapo_bounds(TOKENS, FIVE, pivot=(4, 0)), r"pivot: expected a fraction in .*, got \(4, 0\)"),
         (lambda: gates.bpo_target(ONE, 20), r"eps: expected an epsilon in \[0, 1\], got 20"),
         (lambda: gates.gbpo_target(ONE, eps_low=-0.2), r"eps_low: expected an epsilon in \[0, 1\], got -0.2"),
+        (lambda: gates.gbpo_target(ONE, eps_high=math.inf), "eps_high: expected a finite epsilon, got inf"),
         (lambda: gates.gbpo_target(ONE, temperature=0.0), "temperature: expected a number above 0, got 0.0"),
     ],
 )
@@ -93,7 +94,9 @@ def test_every_constructor_is_tested_and_needs_no_argument():
             lambda: gates.Correction(gates.Action.BAND, statistic=gates.Statistic.K3),
             "only a log-ratio has a weight",
         ),
-        (lambda: gates.hispo(eps_sequence=1.5), "eps_sequence"),
+        (lambda: gates.hispo(eps_sequence=0.0), "eps_sequence: expected a deviation from 1 above 0"),
+        (lambda: gates.hapo_clip(eps_high=math.inf), "eps_high: expected a finite epsilon"),
+        (lambda: gates.fiberpo(math.inf), "log_clip: expected a finite log-ratio"),
         (lambda: gates.dapo(0.8, 1.28), r"look like ratios; pass 0.2 and 0.28"),
         (lambda: gates.gspo(0.9997, 1.0004), r"look like ratios; pass 0.0003 and 0.0004"),
         (

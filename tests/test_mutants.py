@@ -562,6 +562,11 @@ MUTANTS = {
         "device.cache / 4 * 3", "device.cache",
         "test_loss_from_logits.test_rows_at_once_fit_the_cache", {},
     ),
+    "cpu: poison of a row that is masked throughout changes the order of sums": Mutant(
+        "cpu", "cpu/gates_tile.h",
+        "if (all_finite) return true;", "return all_finite;",
+        "test_promises.test_rows_without_tokens_are_never_read", {"name": "preset: spo"},
+    ),
     "cpu: plain tiles ignore the mask": Mutant(
         "cpu", "cpu/gates_fast_path.h",
         "kind = keep_if(present_own<kWhole>(own, mask + i), kind);", "",

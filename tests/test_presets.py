@@ -125,6 +125,17 @@ def test_every_backend_is_the_papers_formula(name, native_backends):
                 assert_within_budget(f"gradient of {name} on {backend}", out.grad, expected_grad)
 
 
+@pytest.mark.parametrize("name", ["ppo_clip", "triplet_clip", "ce_gppo", "aspo", "gspo", "rec"])
+def test_an_infinite_epsilon_is_no_bound(name, native_backends):
+    """The result is that of a bound which no ratio reaches."""
+    none, far = (getattr(gates, name)(eps_high=eps_high) for eps_high in (math.inf, 1e30))
+    example = sequences(0)
+    expected = example.run(far, "reference")
+    for backend in ("reference", *native_backends):
+        out = example.run(none, backend)
+        torch.testing.assert_close([out.loss, out.grad], [expected.loss, expected.grad], check_dtype=False, msg=backend)
+
+
 # ------------------------------------------------------------------------------------------------------ worked numbers
 
 SEVEN = {
@@ -159,6 +170,9 @@ WORKED = {  # (gate, weights, loss, gradient), advantages 1 and -.5
     "hispo": (gates.hispo(0.1, 0.3), FIXED, -0.403388, (0, -0.111979, -0.131409, 0, 0, 0, 0)),
     "hispo, wider": (
         gates.hispo(0.2, 0.3), FIXED, -0.200452, (0, -0.111979, -0.131409, 0, 0.077880, 0.064403, 0.060653)
+    ),
+    "hispo, beyond 1": (
+        gates.hispo(0.2, 1.5), FIXED, -0.124114, (0, -0.111979, -0.131409, 0.076338, 0.077880, 0.064403, 0.060653)
     ),
     "opsm": (gates.opsm(0.05), SMTM, -0.272552, (0, -0.150806, -0.175212, 0, 0.080252, 0.063763, 0.059452)),
     "opsm, fires": (gates.opsm(-0.2), SMTM, -0.526018, (0, -0.150806, -0.175212, 0, 0, 0, 0)),

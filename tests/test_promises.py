@@ -127,7 +127,7 @@ def test_masked_is_never_read(name, native_backends):
 @of_every_gate()
 def test_rows_without_tokens_are_never_read(name, native_backends):
     """Poison in the numbers of rows that are masked throughout, of trajectories and groups with other rows too, changes
-    no bit of the gradient and of no token's loss. Sums may have another order beside it."""
+    no bit."""
     gate, example = CATALOGUE[name], Example(3, (5, 4, 9, 1, 7, 40, 3))
     hole = torch.tensor([False, True, False, True, False, False, True])
     example.mask[hole[example.row()]] = False
@@ -136,9 +136,7 @@ def test_rows_without_tokens_are_never_read(name, native_backends):
             clean = call(example, gate, backend, **inputs)
             given = {"advantages": example.advantages, "weights": example.weights, **inputs}
             for turn in range(4 if backend == "cpu" else 1):
-                loss, grad, metrics, *tokens = call(example, gate, backend, **poisoned(given, hole, turn))
-                assert bits(grad, *tokens) == bits(clean[1], *clean[3:]), backend
-                torch.testing.assert_close([loss, metrics], [clean[0], clean[2]], msg=backend)
+                assert bits(*call(example, gate, backend, **poisoned(given, hole, turn))) == bits(*clean), backend
 
 
 @of_every_gate()

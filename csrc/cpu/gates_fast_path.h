@@ -172,13 +172,6 @@ struct PresentTokens {
   }
 };
 
-// Whether the rows' coefficients are finite.
-inline bool finite_coefficients(const PolicyLossArgs& args, const Segments& segments) {
-  bool all_finite = true;
-  for (const Segment& segment : segments) all_finite &= finite(args.weights[segment.row] * args.advantages[segment.row]);
-  return all_finite;
-}
-
 // The term of the tokens of a vector; `inside`: present, and the gate has the derivative 1.
 template <class Vector>
 HPO_INLINE TermNumber<Floats> fast_term(bool score_head, const Vector& vector, Mask inside, Floats value, const float* logp) {
@@ -323,7 +316,7 @@ HPO_INLINE auto fast_fixed_sums(const PolicyLossArgs& args, int64_t first, const
 template <bool kSplit, FirstSweep kSweep>
 inline bool measure_fast_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, const PreClip& clip,
                               Tile& tile, uint8_t* seen, Partial& partial, RowLogRatios* of_rows) {
-  if (!finite_coefficients(args, segments)) return false;
+  if (!finite_coefficients(args, first, segments)) return false;
   return guess_near(tile.near, [&](auto near) {
     constexpr bool kTakenForNear = decltype(near)::value;
     FastSums sums;

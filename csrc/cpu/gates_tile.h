@@ -122,12 +122,28 @@ inline void spread_kinds(const PolicyLossArgs& args, int n, const Segments& segm
   for (int i = covered; i < n; ++i) kind[i] = kAbsent;
 }
 
-// kind and coefficient as far as rows say them; true if some coefficient may be infinite or NaN.
+// The factors of a that belong to rows.
+inline float row_coefficient(const PolicyLossArgs& args, int64_t row) {
+  return args.weights[row] * (args.advantage_per_token ? 1.0f : args.advantages[row]);
+}
+
+// Whether those of rows with unmasked tokens here are finite: what other rows have must not choose the way of the tile.
+inline bool finite_coefficients(const PolicyLossArgs& args, int64_t first, const Segments& segments) {
+  bool all_finite = true;
+  for (const Segment& segment : segments) all_finite &= finite(row_coefficient(args, segment.row));
+  if (all_finite) return true;
+  return std::all_of(segments.begin(), segments.end(), [&](const Segment& segment) {
+    return finite(row_coefficient(args, segment.row)) ||
+           masked_tokens(args.mask, first + segment.begin, segment.end - segment.begin) == Masked::all;
+  });
+}
+
+// kind and coefficient as far as rows say them; true if some coefficient is infinite or NaN.
 inline bool load_row_numbers(const PolicyLossArgs& args, int n, const Segments& segments, Tile& tile) {
   bool doubtful = false;
   spread_kinds(args, n, segments, tile.kind);
   spread_rows(segments, tile.coefficient, [&](int64_t row) {
-    const float coefficient = args.weights[row] * (args.advantage_per_token ? 1.0f : args.advantages[row]);
+    const float coefficient = row_coefficient(args, row);
     doubtful |= !finite(coefficient);
     return coefficient;
   });
@@ -136,7 +152,8 @@ inline bool load_row_numbers(const PolicyLossArgs& args, int n, const Segments& 
 
 // The same with the advantages and weights of tokens.
 inline bool load_rows(const PolicyLossArgs& args, int64_t first, int n, const Segments& segments, Tile& tile) {
-  const bool doubtful = load_row_numbers(args, n, segments, tile) || args.advantage_per_token || weighs_tokens(args);
+  const bool row_doubtful = load_row_numbers(args, n, segments, tile) && !finite_coefficients(args, first, segments);
+  const bool doubtful = row_doubtful || args.advantage_per_token || weighs_tokens(args);
   if (args.advantage_per_token) {
     for (int i = 0; i < n; ++i) {
       const int32_t kind = args.advantages[first + i] < 0.0f ? kNegative : kPositive;

@@ -103,9 +103,6 @@ struct RowNumbers {
   Floats coefficient, weight;
   Floats target;  // if tokens have none of their own
 
-  static float coefficient_of(const PolicyLossArgs& args, int64_t row) {
-    return args.weights[row] * (args.advantage_per_token ? 1.0f : args.advantages[row]);
-  }
   static float weight_of(const PolicyLossArgs& args, int64_t row) {
     return hpo::HPO_ISA::finite(args.weights[row]) ? args.weights[row] : 0.0f;
   }
@@ -256,9 +253,9 @@ struct TokenInputsSweep {
     for (int index = 0; index < segments.count; ++index) {
       const Segment& segment = segments.list[index];
       const bool negative = !args.advantage_per_token && args.advantages[segment.row] < 0.0f;
-      const RowNumbers row = {
-          Ints{} + (negative ? kNegative : kPositive), all<Floats>(RowNumbers::coefficient_of(args, segment.row)),
-          all<Floats>(RowNumbers::weight_of(args, segment.row)), all<Floats>(RowNumbers::target_of(args, segment.row))};
+      const RowNumbers row = {Ints{} + (negative ? kNegative : kPositive), all<Floats>(row_coefficient(args, segment.row)),
+                              all<Floats>(RowNumbers::weight_of(args, segment.row)),
+                              all<Floats>(RowNumbers::target_of(args, segment.row))};
       if (args.correction.second) {
         const Signs signs = {inputs.advantages, nullptr, negative};
         write_weights(args, first, segment.begin, segment.end, &segment, 1, signs, tile.corrected);
@@ -328,7 +325,7 @@ template <Given kGiven, class Gate>
 bool sweep_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                         Partial& partial, const Gate& gate) {
   const bool of_rows = kGiven != Given::anything && kGiven != Given::weights;
-  if (of_rows && !finite_coefficients(call.args, segments)) return false;
+  if (of_rows && !finite_coefficients(call.args, first, segments)) return false;
   LaneSums lanes;
   TokenInputsSweep<Gate, kGiven> sweep(call, first, tile, call.args.grad ? call.args.grad + first : tile.grad, gate, lanes);
   if (segments.few(n)) {

@@ -224,7 +224,7 @@ struct FastTiles {
     if (n % kLanes != 0) return false;
     const PolicyLossArgs& args = call.args;
     const bool few = segments.few(n);
-    if (few ? !finite_coefficients(args, segments) : load_rows(args, first, n, segments, tile)) return false;
+    if (few ? !finite_coefficients(args, first, segments) : load_rows(args, first, n, segments, tile)) return false;
     const Bounds bounds = tile_bounds(call, first);
     float* grad = args.grad ? args.grad + first : tile.grad;
     return guess_near(tile.near, [&](auto near) {

@@ -29,7 +29,7 @@ struct BlockWeights {
       write_weights(args, block.first, 0, end, &whole, 1, {nullptr, nullptr, negative}, of_token);
     }
     for (double& lane : lanes) lane = 0.0;
-    const Floats coefficient = all<Floats>(RowNumbers::coefficient_of(args, block.row));
+    const Floats coefficient = all<Floats>(row_coefficient(args, block.row));
     RunSum sum(lanes);
     FiniteSum finite;
     LaneCount count;

@@ -2,7 +2,8 @@
 With a padded batch they take ``[B, L]`` in place of ``[T]``, too, and then return it.
 
 A token whose advantage is unknown, because a number that it is made of is NaN or infinite, gets 0 and is in no
-statistic; so are the tokens before such a reward or value, whose returns contain it.
+statistic; so are the tokens before such a reward or value, whose returns contain it. Only an entropy, of
+:func:`rl_zvp`, gives NaN.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def rl_zvp(
     ``-alpha (max_k H_k - H_t)`` where all are wrong (arXiv 2509.21880). Returns ``[T]`` float32.
 
     Args:
-        entropy: ``[T]`` in nats; the maximum is over the valid tokens of the response.
+        entropy: ``[T]`` in nats; the maximum is over the valid tokens of the response. A token taught by one that is
+            not finite gets NaN, so that the loss leaves it out and counts it.
         advantages: ``[S]``, of the other prompts, as from :func:`grpo`; 0 takes their place where a row has no reward
             or no prompt.
         alpha: .1 to .2 in the paper.
@@ -132,12 +134,12 @@ def rl_zvp(
     group = statistics(rewards, group_ids, backend=backend)
     scored = grouped(torch.isfinite(rewards), group_ids)
     flat = scored & (group.least == group.greatest)
-    advantages = torch.where(scored, advantages, 0.0)
+    entropy = torch.where(torch.isfinite(entropy), entropy, torch.nan)
     most = statistics(entropy, row, mask=valid, backend=backend).greatest
     right = of_row(rewards > threshold, row, False)
     shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)
-    shaped = torch.where(of_row(flat, row, False), shaped, of_row(advantages, row, 0.0))
-    return torch.where(valid, known(shaped), 0.0)
+    others = of_row(known(torch.where(scored, advantages, 0.0)), row, 0.0)
+    return torch.where(valid, torch.where(of_row(flat, row, False), shaped, others), 0.0)
 
 
 @estimator(Provenance.VERIFIED, level="token")

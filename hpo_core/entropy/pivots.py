@@ -50,7 +50,7 @@ def hapo(
     >>> low, high[-2:]
     (tensor([0.6000, 0.6400, 0.6800, 0.7200, 0.7600, 0.8000, 0.8000]), tensor([1.2800, 1.5600]))
     """
-    check_epsilons(eps_low, eps_high)
+    check_epsilons(eps_low, eps_high, finite=True)
     given, state = _read(entropy, batch, state, backend)
     h = _relative(given, state, compat)
     lower = two_knot(h, eps_low, low=(0.0, -alpha * eps_low))

@@ -96,7 +96,7 @@ def erc(
     >>> erc(entropy, old_entropy, PackedBatch.from_lengths([4])).mask
     tensor([ True,  True,  True, False])
     """
-    check_epsilons(eps_low, eps_high)
+    check_epsilons(eps_low, eps_high, finite=True)
     given = read(batch, entropy=entropy, old_entropy=old_entropy)
     older = torch.where(given.usable, old_entropy.detach().double(), 0.0)
     inside = (given.values > (1 - eps_low) * older) & (given.values < (1 + eps_high) * older)

@@ -38,8 +38,9 @@ def gtpo(
         normalised: False gives the rewards themselves.
 
     A position counts the valid tokens of a response that have an entropy. Where all entropies at a position are 0,
-    ``u / mean(u)`` is 1. Without group ids the batch is one group; a response outside every group gets 0. Assumed:
-    rewards are standardised over the tokens of the group, with ddof 0.
+    ``u / mean(u)`` is 1. Without group ids the batch is one group; a response outside every group gets 0. A valid token
+    whose entropy is not finite gets NaN, so that the loss leaves it out and counts it. Assumed: rewards are
+    standardised over the tokens of the group, with ddof 0.
 
     Traps: after standardisation half of the tokens of *right* responses have a negative advantage.
 
@@ -64,7 +65,8 @@ def gtpo(
     usable = given.usable & (of_token >= 0)
     if normalised:
         rewards = _standardised(rewards, of_token, usable, backend)
-    return as_advantages(known(torch.where(usable, rewards.double(), 0.0)), entropy, backend)
+    exact = known(torch.where(usable, rewards.double(), 0.0))
+    return as_advantages(torch.where(given.broken, torch.nan, exact), entropy, backend)
 
 
 @preset(Provenance.PAPER, level="row")

@@ -130,7 +130,8 @@ def hispo(
     geometric mean and ``eps_sequence``; d = old_logp - rollout_logp, both strictly.
 
     Args:
-        eps_sequence, eps_token: the paper gives no numbers; 0.1 and 0.5 are the neighbours'.
+        eps_sequence, eps_token: the paper gives no numbers; 0.1 and 0.5 are the neighbours'. From 1 on nothing is
+            bounded below.
         eps_low, ratio_dual, eps_high: see :func:`triplet_clip`.
 
     Traps: aggregate by ``aggregation.fixed_length``. The masks do not change within an optimiser step: neither factor
@@ -141,8 +142,9 @@ def hispo(
     """
     masks = []
     for name, delta, unit in (("eps_sequence", eps_sequence, Unit.TRAJECTORY), ("eps_token", eps_token, None)):
-        check(0 < delta < 1, "{}: expected a deviation from 1 in (0, 1), got {}", name, delta)
-        masks.append(Correction(Action.MASK, _log_pair(name, 1 - delta), _log_pair(name, 1 + delta), unit, strict=True))
+        check(delta > 0, "{}: expected a deviation from 1 above 0, got {}", name, delta)
+        low, high = _log_pair(name, max(1 - delta, 0)), _log_pair(name, 1 + delta)
+        masks.append(Correction(Action.MASK, low, high, unit, strict=True))
     base = triplet_clip(eps_low, ratio_dual, eps_high)
     return replace(base, name="hispo", channel=Channel.TOTAL, corrections=tuple(masks), source="arXiv 2603.21065")
 

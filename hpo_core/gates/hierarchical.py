@@ -66,5 +66,5 @@ def fiberpo(
 
 
 def residual_clip(epsilon: float) -> LogClip:
-    check(0 <= epsilon < math.inf, "log_clip: expected a log-ratio >= 0, got {}", epsilon)
+    check(0 <= epsilon < math.inf, "log_clip: expected a finite log-ratio >= 0, got {}", epsilon)
     return LogClip(low=(-epsilon, -epsilon), high=(epsilon, epsilon))

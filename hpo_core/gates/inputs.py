@@ -74,7 +74,7 @@ def dcpo_bounds(
     """
     check_precise("old_logp", old_logp)
     for name, epsilon in (("eps_low", eps_low), ("eps_high", eps_high)):
-        check(0 <= epsilon < math.inf, "{}: expected an epsilon >= 0, got {}", name, epsilon)
+        check(epsilon >= 0, "{}: expected an epsilon >= 0, got {}", name, epsilon)
     check(ratio_cap >= 1, "ratio_cap: expected an absolute ratio >= 1, got {}", ratio_cap)
     q = old_logp.detach().exp()
     below = 0.5 + 0.5 * (1 - 4 * eps_low / q).clamp(min=0).sqrt()
@@ -113,7 +113,7 @@ def hapo_bounds(
     (tensor([0.6000, 0.6667, 0.7333, 0.8000, 0.8000]), tensor([1.2000, 1.2000, 1.2000, 1.2000, 1.4000]))
     """
     as_code = check_compat(compat)
-    check_epsilons(eps_low, eps_high)
+    check_epsilons(eps_low, eps_high, finite=True)
     check(0 <= pivot[0] <= pivot[1] != 0, "pivot: expected a fraction in [0, 1], got {}", pivot)
     check_precise("entropy", entropy)
     check_tokens(batch, entropy=entropy)
@@ -320,7 +320,7 @@ def gbpo_target(
     """
     check_units(scores=scores, group_ids=group_ids)
     check_precise("scores", scores, "use scores.float()")
-    check_epsilons(eps_low, eps_high)
+    check_epsilons(eps_low, eps_high, finite=True)
     check(temperature > 0, "temperature: expected a number above 0, got {}", temperature)
     x = scores.detach().float()
     x = torch.where(x.isfinite(), x, torch.nan)  # which is sorted to the end

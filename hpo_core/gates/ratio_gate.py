@@ -115,7 +115,8 @@ class RatioGate(Short):
         channel: which log-ratio x is; with ``Channel.TOTAL`` the sampler's ``rollout_logp`` takes the place of
             ``old_logp``.
         corrections: masks and weights that are constants of the differentiation.
-        advantage_weights: factors on advantages >= 0 and < 0.
+        advantage_weights: factors on advantages >= 0 and < 0. A factor of 0 makes the advantage 0, whose bounds and
+            numbers are those of ``A >= 0``.
         penalty, penalty_coefficient: on x, whatever the gates do: added to the loss of every valid token.
         needs: the inputs without which the gate is another method: pairs of a field of :class:`GateInputs` and the call
             that makes it. With those that the head needs they are ``required``, a mapping.

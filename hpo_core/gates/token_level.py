@@ -34,7 +34,7 @@ def ppo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | No
     ``r < 1 - eps_low``; at a bound it passes.
 
     Args:
-        eps_low, eps_high: epsilons, 0.2 and 0.2 as in the paper.
+        eps_low, eps_high: epsilons, 0.2 and 0.2 as in the paper; inf is no upper bound.
         ratio_dual: ``c > 1``: for ``A < 0`` the loss is at most ``-c A`` and the gradient 0 beyond ``r > c`` (dual
             clip, arXiv 1912.09729; verl's default is 3, TRL's ``delta``). None: no such bound, the paper's form.
 
@@ -163,6 +163,7 @@ def hapo_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | N
     >>> hapo_clip().needs[0]
     ('bounds', 'gates.hapo_bounds(entropy, batch)')
     """
+    check_epsilons(eps_low, eps_high, finite=True)  # bounds of tokens replace those that there are
     gate = ppo_clip(eps_low, eps_high, ratio_dual)
     return renamed("hapo_clip", gate, "starriver030515/HAPO", bounds="gates.hapo_bounds(entropy, batch)")
 
@@ -181,6 +182,7 @@ def archer_clip(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float |
     >>> archer_clip().needs[0]
     ('bounds', 'gates.archer_bounds(wide)')
     """
+    check_epsilons(eps_low, eps_high, finite=True)  # as in hapo_clip
     gate = ppo_clip(eps_low, eps_high, ratio_dual)
     return renamed("archer_clip", gate, "arXiv 2510.06062", bounds="gates.archer_bounds(wide)")
 
@@ -282,9 +284,13 @@ def renamed(name: str, gate: RatioGate, source: str, **needs: str) -> RatioGate:
     return replace(gate, name=name, source=source, needs=tuple(needs.items()))
 
 
-def check_epsilons(low: float, high: float, names: tuple[str, str] = ("eps_low", "eps_high")) -> None:
+def check_epsilons(
+    low: float, high: float, names: tuple[str, str] = ("eps_low", "eps_high"), *, finite: bool = False
+) -> None:
+    """``finite``: an upper epsilon of inf, which is no bound, is refused."""
     check(0 <= low <= 1, "{}: expected an epsilon in [0, 1], got {}", names[0], low)
-    check(0 <= high < math.inf, "{}: expected an epsilon >= 0, got {}", names[1], high)
+    check(high >= 0, "{}: expected an epsilon >= 0, got {}", names[1], high)
+    check(high < math.inf or not finite, "{}: expected a finite epsilon, got {}", names[1], high)
     check(
         not 0.5 <= low < 1 < high,
         "{}: expected epsilons, got {} and {}, which look like ratios; pass {:g} and {:g}",

@@ -27,6 +27,7 @@ class BetaTracker(NamedTuple):
 
     @staticmethod
     @examines
+    @torch.no_grad()
     def start(successes: torch.Tensor, samples: int, *, least_memory: float = 0.875) -> BetaTracker:
         """From the successes s ``[P]`` of n = ``samples`` responses to each prompt: ``alpha = N (s + 1/2) / (n + 1)``,
         ``beta = N (n - s + 1/2) / (n + 1)``, ``N = 1 / (1 - least_memory)``; without samples, or where s is NaN or
@@ -54,6 +55,7 @@ class BetaTracker(NamedTuple):
         return (self.value * (1 - self.value)).sqrt() + 0.05
 
     @examines
+    @torch.no_grad()
     def updated(
         self,
         rewards: torch.Tensor,
@@ -172,6 +174,7 @@ class GroupHistory(NamedTuple):
         return GroupHistory(*(torch.zeros(prompts, dtype=torch.float64, device="cpu") for _ in range(3)))
 
     @examines
+    @torch.no_grad()
     def merged(self, prompts: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> GroupHistory:
         """With one more step of equally many samples of these prompts: ``mean <- (t mean + m) / (t + 1)``,
         ``variance <- (t variance + v + t / (t + 1) (m - mean)^2) / (t + 1)``. A prompt whose m or v is NaN or infinite

@@ -69,6 +69,8 @@ class BetaTracker(NamedTuple):
         """After rewards in [0, 1]: ``alpha <- rho alpha + r``, ``beta <- rho beta + 1 - r``,
         ``rho = clamp(2^(-D / half_life), least_memory, most_memory)``.
 
+        Over ranks, every rank passes the units of all ranks, gathered, or their trackers drift apart.
+
         Args:
             rewards: ``[S]``, at most one per prompt; NaN or infinite: its prompt stays as it is.
             prompts: ``[S]`` int64, the place of each unit's prompt; a unit of a negative place, or of one beyond the

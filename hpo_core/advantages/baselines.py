@@ -170,10 +170,10 @@ class GroupHistory(NamedTuple):
 
     @staticmethod
     @examines
-    def start(prompts: int) -> GroupHistory:
+    def start(prompts: int, device: torch.device | str = "cpu") -> GroupHistory:
         """Nothing seen yet."""
         check(prompts >= 0, "prompts: expected a count >= 0, got {}", prompts)
-        return GroupHistory(*(torch.zeros(prompts, dtype=torch.float64, device="cpu") for _ in range(3)))
+        return GroupHistory(*(torch.zeros(prompts, dtype=torch.float64, device=device) for _ in range(3)))
 
     @examines
     @torch.no_grad()

@@ -71,7 +71,7 @@ def linear_token_logprobs(
         logit_scale: a number above 0.
         block: rows and columns of a block of logits, which takes ``4 rows columns`` bytes. Default: (512, 8192) on the
             CPU, (4096, 8192) on a GPU. The rows are padded to a multiple of the first number, so that a few tokens cost
-            as much as a whole block. Bits depend on it.
+            as much as a whole block. Bits depend on it, and with fewer than 16 rows on the CPU on a row's place, too.
         process_group: ranks that each hold consecutive rows of ``weight`` and ``bias``, and the same ``hidden`` and
             ``targets``, as in tensor parallelism. The forward makes one all-gather of ``4 T`` floats; the backward one
             all-reduce of the gradient of ``hidden``, ``[T, D]`` in float32.

@@ -311,7 +311,7 @@ def among_ids(logits: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) ->
     is_known = (ids >= 0) & (ids < vocabulary)
     gathered = logits.gather(-1, torch.where(is_known, ids, 0))
     gathered = gathered.masked_fill(~(is_known & is_new), -math.inf).masked_fill(~is_known & (ids != -1), math.nan)
-    place = torch.searchsorted(ids, targets[..., None])  # K where all ids are smaller
+    place = torch.searchsorted(ids.contiguous(), targets[..., None].contiguous())  # K where all ids are smaller
     is_there = ids.gather(-1, place.clamp(max=ids.shape[-1] - 1)) == targets[..., None]
     place = torch.where(is_there, place, ids.shape[-1]).squeeze(-1)
     is_target = (targets >= 0) & (targets < vocabulary)

@@ -239,6 +239,9 @@ def test_fit_scopes(drawn):
         expected = (len(of), mean, sum((x - mean) ** 2 for x in of), min(of, default=0.0), max(of, default=0.0))
         found = (got.members[at], got.mean[at], got.squares[at], got.least[at], got.greatest[at])
         assert [x.item() for x in found] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    named = E.fit_scopes(drawn.tensor(drawn.entropy), drawn.tensor(ids), scopes=5, mask=mask, backend=drawn.backend)
+    assert named.ids.tolist() == [0, 1, 2, 3, 4]
+    assert all(map(torch.equal, named[1:], table.at(named.ids)[1:]))
 
 
 def test_two_knot_has_one_slope_on_each_side():
@@ -284,6 +287,8 @@ ERRORS = [
         ValueError,
         r"least: expected a coefficient <= 1.0 \(most\), got 2.0",
     ),
+    (lambda: E.fit_scopes(H7, scopes=3), ValueError, "scopes: it is the number of scopes that ids name"),
+    (lambda: E.fit_scopes(H7, H7.long(), scopes=0), ValueError, "scopes: expected a count of at least 1, got 0"),
     (lambda: E.ares_penalty(E.AresPenalty.start(7), H7, least=1e3), ValueError, "least: expected a coefficient <= 100"),
     (lambda: E.target_temperature(H7[0], low=-1, high=1), ValueError, "low: expected a temperature above 0, got -1"),
     (lambda: E.fit_pivot(H7, SEVEN, "80%"), TypeError, "quantile: expected a number, .*; write 0.8"),

@@ -281,6 +281,7 @@ def test_advantages_over_ranks(three_ranks):
     lengths, entropy = [2, 1, 3, 2, 2, 1], torch.rand(11, generator=draw)
     groups, right = torch.tensor([0, 1, 0, 1, 0, 1]), torch.tensor([True, False, True, True, True, False])
     own, ends = torch.randn(6, generator=draw), torch.tensor([0, *lengths]).cumsum(0).tolist()
+    scopes_of_rows = torch.tensor([0, 2, 0, 1, 0, -1])  # no rank has rows of all, and none has rows of 3
 
     def run(rank):
         rows = slice(2 * rank, 2 * rank + 2)
@@ -291,12 +292,16 @@ def test_advantages_over_ranks(three_ranks):
         shared = hpo.advantages.over_ranks(E.gtpo, world, tables=True)(right[rows], entropy[tokens], batch)
         table = E.fit_scopes(entropy[tokens], process_group=world)
         pivot = E.fit_pivot(entropy[tokens], batch, process_group=world)
-        return spread, shared, E.aepo_ruc(entropy[tokens], batch, state=table).advantage_factor, torch.cat(pivot)
+        named = E.fit_scopes(own[rows], scopes_of_rows[rows], scopes=4, process_group=world)
+        factor = E.aepo_ruc(entropy[tokens], batch, state=table).advantage_factor
+        return spread, shared, factor, torch.cat(pivot), torch.stack(named)
 
-    spread, shared, factor, pivots = zip(*three_ranks(run), strict=True)
+    spread, shared, factor, pivots, named = zip(*three_ranks(run), strict=True)
     whole = rows_of(*lengths, group_ids=groups)
     torch.testing.assert_close(torch.cat(spread), E.edge_grpo(own, entropy, whole))
     torch.testing.assert_close(torch.cat(shared), E.gtpo(right, entropy, whole))
     torch.testing.assert_close(torch.cat(factor), E.aepo_ruc(entropy, whole).advantage_factor)
+    assert torch.equal(named[0], named[1]) and torch.equal(named[0], named[2])
+    torch.testing.assert_close(named[0], torch.stack(E.fit_scopes(own, scopes_of_rows, scopes=4)))
     for pivot in pivots:
         torch.testing.assert_close(pivot, torch.cat(E.fit_pivot(entropy, whole)))

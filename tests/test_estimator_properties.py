@@ -10,6 +10,7 @@ import torch
 from breadth import at_length, number  # noqa: F401 (the first is a fixture)
 from catalogue import bits
 from estimators import CASES, COMPOSED, PATHS, Given
+from torch.utils._pytree import tree_leaves
 from valid_calls import calls
 
 from hpo_core import PackedBatch, advantages, segments, testing
@@ -458,6 +459,23 @@ def test_inputs_are_constants_in_the_precision_of_kernels(call):
     assert bits(*plain) == bits(*results(call, lambda values: values.double() * (1 + 1e-12)))
     assert bits(*plain) == bits(*results(call, torch.Tensor.bfloat16))
     assert not any(each.requires_grad for each in results(call, lambda values: values.float().clone().requires_grad_()))
+
+
+KEPT = (
+    "BetaTracker", "GroupHistory", "WindowState", "ScopeStatistics", "PivotState", "AresPenalty", "AresTargets",
+    "Selection", "GateInputs",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_is_kept_has_no_graph(kind):
+    """States and inputs of a loss would keep the activations of their step alive, or those of all steps."""
+    makers = [call for call in calls() if kind in getattr(call.function, "__annotations__", {}).get("return", "")]
+    assert makers
+    for call in makers:
+        leaves = {name: changed(value, lambda x: x.clone().requires_grad_()) for name, value in call.arguments.items()}
+        made = tree_leaves(call.run(leaves))
+        assert not any(isinstance(each, torch.Tensor) and each.requires_grad for each in made), call.name
 
 
 def test_the_best_of_rewards_in_float64_leads():

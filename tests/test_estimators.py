@@ -302,7 +302,7 @@ def test_w16_the_rest(backend):
 
 def test_dcpo_is_the_authors_over_two_steps(backend):
     t, b = on(backend)
-    start = A.GroupHistory(*(field.to(testing.device_of(backend)) for field in A.GroupHistory.start(1)))
+    start = A.GroupHistory.start(1, testing.device_of(backend))
     first, history = A.dcpo(t(1.0, 0, 0, 1), t(0, 0, 0, 0), start, **b)
     close(first, [0.866025, -0.866025, -0.866025, 0.866025])
     second, history = A.dcpo(t(1.0, 0, 0, 0), t(0, 0, 0, 0), history, **b)

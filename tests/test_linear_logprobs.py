@@ -164,11 +164,17 @@ def test_a_confident_token_keeps_its_gradient_and_its_entropy(backend):
 
 @backends
 @types
-@pytest.mark.parametrize(("width", "block"), [(12, BLOCK), (37, BLOCK), (12, (512, 8192))])
-def test_the_bits_of_a_row_depend_on_the_row_alone(width, block, dtype, backend):
+@pytest.mark.parametrize(
+    ("width", "block", "vocabulary"),
+    [
+        *((12, BLOCK, VOCABULARY), (37, BLOCK, VOCABULARY), (12, (512, 8192), VOCABULARY)),
+        *((5, (33, 64), 16), (11, (100, 64), 31), (17, BLOCK, 9), (17, BLOCK, 3)),  # narrow products
+    ],
+)
+def test_the_bits_of_a_row_depend_on_the_row_alone(width, block, vocabulary, dtype, backend):
     """Not on how many rows there are, on their order, nor on which of them are ignored."""
     rows = block[0]
-    hidden, weight, targets, a, b = head(dtype, 3 * rows + 5, width=width)
+    hidden, weight, targets, a, b = head(dtype, 3 * rows + 5, vocabulary, width)
     expected = call(hidden, weight, targets, a, b, 0.7, backend=backend, block=block)
     for threads in (1, 2):
         torch.set_num_threads(threads)

@@ -223,11 +223,13 @@ def test_both_of_two_scores_count():
     assert strict.strict and strict.as_mask().mask.tolist() == [False, False, True]
 
 
-def test_a_selection_is_read_back_as_weights():
+@pytest.mark.parametrize("kind", [Selection, gates.GateInputs])
+def test_what_a_loss_is_given_is_read_back_as_weights(kind):
     file = io.BytesIO()
-    torch.save(Selection(weight=torch.ones(2)), file)
+    torch.save(kind(bounds=(torch.zeros(2), torch.ones(2))), file)
     file.seek(0)
-    assert torch.load(file, weights_only=True).weight.tolist() == [1, 1]
+    again = torch.load(file, weights_only=True)
+    assert type(again) is kind and again.bounds[1].tolist() == [1, 1]
 
 
 def test_the_padded_shape_and_the_other_calls():

@@ -188,6 +188,16 @@ def test_targets_outside_the_vocabulary_and_other_ignore_indices_among_ids(backe
     assert torch.allclose(one.logp, logits[0, 1:3].log_softmax(0)[0])
 
 
+@pytest.mark.filterwarnings("error")
+def test_shifted_tokens_and_transposed_ids_cause_no_warning(request):
+    request.addfinalizer(lambda: torch.set_warn_always(False))
+    torch.set_warn_always(True)
+    ids, tokens = integers(9, 3, 5, 2), integers(9, 2, 6)
+    given = normal(2, 6, 9)[:, :-1], tokens[:, 1:]
+    expected = hpo.token_logprobs(*(each.contiguous() for each in given), support_ids=ids.permute(2, 1, 0).contiguous())
+    assert torch.equal(hpo.token_logprobs(*given, support_ids=ids.permute(2, 1, 0)).logp, expected.logp)
+
+
 @pytest.mark.parametrize("support", ["floor", "ids"])
 def test_gradcheck(support):
     logits, targets = normal(4, 7).double().requires_grad_(), torch.tensor([0, 6, IGNORED, 3])

@@ -373,7 +373,7 @@ def test_a_selection_leaves_masked_and_unscorable_units_out():
 def test_dcpo_over_steps(backend):
     draw = np.random.default_rng(0)
     device = testing.device_of(backend)
-    history = advantages.GroupHistory(*(field.to(device) for field in advantages.GroupHistory.start(3)))
+    history = advantages.GroupHistory.start(3, device)
     seen = {0: [], 1: [], 2: []}
     for _ in range(5):
         prompts, rewards = draw.permutation([0, 0, 0, 0, 2, 2, 2, 2]), draw.integers(0, 2, 8).astype(float)
@@ -462,6 +462,7 @@ def test_what_is_remembered_goes_to_a_checkpoint_and_to_a_device():
         again, elsewhere = torch.load(file, weights_only=True), memory.to("meta")
         assert type(again) is type(elsewhere) is type(memory) and all(map(torch.equal, again, memory))
         assert {each.device.type for each in elsewhere} == {"meta"}
+    assert {each.device.type for each in advantages.GroupHistory.start(2, device="meta")} == {"meta"}
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])

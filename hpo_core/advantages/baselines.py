@@ -27,6 +27,7 @@ class BetaTracker(NamedTuple):
 
     @staticmethod
     @examines
+    @torch.no_grad()
     def start(successes: torch.Tensor, samples: int, *, least_memory: float = 0.875) -> BetaTracker:
         """From the successes s ``[P]`` of n = ``samples`` responses to each prompt: ``alpha = N (s + 1/2) / (n + 1)``,
         ``beta = N (n - s + 1/2) / (n + 1)``, ``N = 1 / (1 - least_memory)``; without samples, or where s is NaN or
@@ -54,6 +55,7 @@ class BetaTracker(NamedTuple):
         return (self.value * (1 - self.value)).sqrt() + 0.05
 
     @examines
+    @torch.no_grad()
     def updated(
         self,
         rewards: torch.Tensor,
@@ -66,6 +68,8 @@ class BetaTracker(NamedTuple):
     ) -> BetaTracker:
         """After rewards in [0, 1]: ``alpha <- rho alpha + r``, ``beta <- rho beta + 1 - r``,
         ``rho = clamp(2^(-D / half_life), least_memory, most_memory)``.
+
+        Over ranks, every rank passes the units of all ranks, gathered, or their trackers drift apart.
 
         Args:
             rewards: ``[S]``, at most one per prompt; NaN or infinite: its prompt stays as it is.
@@ -166,12 +170,13 @@ class GroupHistory(NamedTuple):
 
     @staticmethod
     @examines
-    def start(prompts: int) -> GroupHistory:
+    def start(prompts: int, device: torch.device | str = "cpu") -> GroupHistory:
         """Nothing seen yet."""
         check(prompts >= 0, "prompts: expected a count >= 0, got {}", prompts)
-        return GroupHistory(*(torch.zeros(prompts, dtype=torch.float64, device="cpu") for _ in range(3)))
+        return GroupHistory(*(torch.zeros(prompts, dtype=torch.float64, device=device) for _ in range(3)))
 
     @examines
+    @torch.no_grad()
     def merged(self, prompts: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> GroupHistory:
         """With one more step of equally many samples of these prompts: ``mean <- (t mean + m) / (t + 1)``,
         ``variance <- (t variance + v + t / (t + 1) (m - mean)^2) / (t + 1)``. A prompt whose m or v is NaN or infinite

@@ -3,6 +3,9 @@
 Every state is a 0-dim tensor or a named tuple of tensors, to keep between steps and in checkpoints. Entropies and
 divergences are means over the whole step and all ranks, 0-dim, for instance from ``Metrics`` or
 :func:`.fit_scopes`. Where one is NaN (a step without tokens) or infinite the state stays as it is.
+
+Of D difficulties ``table = fit_scopes(kl, difficulty, scopes=D, process_group=...)`` is the same on all ranks, and
+``torch.where(table.members > 0, table.mean, torch.nan).float()`` is their divergence ``[D]``.
 """
 
 from __future__ import annotations

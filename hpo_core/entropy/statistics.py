@@ -27,7 +27,8 @@ from .window import EntropyWindow
 
 
 class ScopeStatistics(NamedTuple):
-    """The result of :func:`fit_scopes`: ``[K]`` in the order of scopes, one entry per unit, or one without ids.
+    """The result of :func:`fit_scopes`: ``[K]`` in the order of scopes, one entry per unit, or one without ids, or one
+    for each of ``scopes``.
 
     It pickles, and loads with ``weights_only=True``.
     """
@@ -42,7 +43,7 @@ class ScopeStatistics(NamedTuple):
     @examines
     def at(self, ids: torch.Tensor | None = None) -> GroupStatistics:
         """The statistics of the scopes with these ids ``[U]``, or of the only scope, ``[1]``. A scope outside the table
-        has no members, and zeros.
+        has no members, and zeros: also one that only other ranks have units of, unless it is one of ``scopes``.
 
         >>> table = fit_scopes(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([5, 5, 2]))
         >>> table.at(torch.tensor([2, 5, 9])).mean
@@ -93,6 +94,7 @@ def fit_scopes(
     values: torch.Tensor,
     ids: torch.Tensor | None = None,
     *,
+    scopes: int | None = None,
     mask: torch.Tensor | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
@@ -102,24 +104,33 @@ def fit_scopes(
     Args:
         values: ``[U]`` floating point, of tokens, steps or rows; a unit without a finite value is no member.
         ids: ``[U]`` int32 or int64, the scope of each unit; a negative id means none. None: one scope.
+        scopes: the number C of scopes that ids name, 0 to C - 1, of which some may be empty: the table has an entry for
+            each of these and no other. Default: those of the units.
         mask: ``[U]`` bool, the members. Default: every unit.
-        process_group: scopes span these ranks; every rank makes the call, also one without units.
+        process_group: scopes span these ranks; every rank makes the call, also one without units. Without ``scopes``
+            the table of a rank has the scopes of its own units alone; with them it is that of all ranks.
 
     >>> fit_scopes(torch.tensor([1.0, 3.0])).at().mean
     tensor([2.], dtype=torch.float64)
+    >>> fit_scopes(torch.tensor([1.0, 3.0]), torch.tensor([2, 0]), scopes=3).members
+    tensor([1., 0., 1.], dtype=torch.float64)
     """
     check_units(values=values, ids=ids, mask=mask)
-    # One more unit, which is no member, gives a rank without units an entry.
+    check(scopes is None or scopes >= 1, "scopes: expected a count of at least 1, got {}", scopes)
+    named = scopes is None or ids is not None
+    check(named, "scopes: it is the number of scopes that ids name, but there are no ids; leave it out")
+    # One more unit for each of the scopes, which is no member, gives them an entry on a rank without such units.
+    own = torch.arange(1 if scopes is None else scopes, device=values.device)
     padded = torch.nn.functional.pad
-    known = padded(values.detach(), (0, 1), value=torch.nan)
-    ids, mask = (None if each is None else padded(each, (0, 1)) for each in (ids, mask))
+    known = padded(values.detach(), (0, len(own)), value=torch.nan)
+    ids, mask = None if ids is None else torch.cat((ids, own)), None if mask is None else padded(mask, (0, len(own)))
     with shared_by(process_group):
         found = statistics(known, ids, mask=mask, backend=backend)
     fields = (found.members, found.mean, found.squares, found.least, found.greatest)
-    if ids is None:
-        return ScopeStatistics(torch.zeros_like(known[-1:], dtype=torch.int64), *(each[-1:].clone() for each in fields))
-    scopes, order = ids.to(torch.int64).sort(stable=True)
-    return ScopeStatistics(scopes, *(each[order] for each in fields))
+    if ids is None or scopes is not None:
+        return ScopeStatistics(own, *(each[-len(own) :].clone() for each in fields))
+    names, order = ids.to(torch.int64).sort(stable=True)
+    return ScopeStatistics(names, *(each[order] for each in fields))
 
 
 @preset(Provenance.VERIFIED, per_token=False)

@@ -291,7 +291,7 @@ def bpo_target(advantages: torch.Tensor, eps: float = 0.2) -> GateInputs:
     """
     check_precise("advantages", advantages, "use advantages.float()")
     check(0 <= eps <= 1, "eps: expected an epsilon in [0, 1], got {}", eps)
-    return GateInputs(target=1 + eps * advantages.sign())
+    return GateInputs(target=1 + eps * advantages.detach().sign())
 
 
 @examines

@@ -44,7 +44,8 @@ from .parts import (
 
 class GateInputs(NamedTuple):
     """What some gates read beside the batch, made by the functions of :mod:`hpo_core.gates` that end in ``_bounds``,
-    ``_mask``, ``_target`` and ``_weight``, or by the caller. All are constants of the differentiation.
+    ``_mask``, ``_target`` and ``_weight``, or by the caller. All are constants of the differentiation. It pickles, and
+    loads with ``weights_only=True``.
 
     Attributes:
         bounds: ``(low, high)``, each ``[T]`` or None: ratios per token, in place of the gate's bounds where it has
@@ -84,6 +85,9 @@ class GateInputs(NamedTuple):
             penalty_mask=changed(self.penalty_mask),
             token_weight=changed(self.token_weight),
         )
+
+
+torch.serialization.add_safe_globals([GateInputs])
 
 
 class FirstOrder(enum.Enum):

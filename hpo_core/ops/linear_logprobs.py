@@ -29,6 +29,9 @@ SECOND_DERIVATIVE = (
 # waits for it takes a hundred bytes of a row, whose logits in a block take 4 n.
 _MERGED = 1024
 
+# Products of fewer columns are padded with zeros: MKL adds up some rows of a narrow one in another order than others.
+_NARROW = 16
+
 
 class LinearRows(NamedTuple):
     """Rows of hidden states and a head, ``x = hidden @ weight.T + bias``, with a softcap ``softcap tanh(x / softcap)``.
@@ -191,10 +194,15 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
     """``out = left @ right`` or ``out += left @ right`` in float32."""
     wide: dict[str, Any] = {} if left.dtype is torch.float32 else {"out_dtype": torch.float32}
+    lacking, whole = max(_NARROW - right.shape[1], 0), out
+    if lacking:
+        right, whole = (torch.nn.functional.pad(each, (0, lacking)) for each in (right, out))
     if adds:
-        torch.addmm(out, left, right, **wide, out=out)
+        torch.addmm(whole, left, right, **wide, out=whole)
     else:
-        torch.mm(left, right, **wide, out=out)
+        torch.mm(left, right, **wide, out=whole)
+    if lacking:
+        out.copy_(whole[:, :-lacking])
 
 
 # ---------------------------------------------------------------------------------------------------- both directions

@@ -228,8 +228,18 @@ def test_select_by_indices_or_mask(rows, picked):
 
 
 def test_select_from_a_padded_batch():
-    part, tokens = PackedBatch.from_padded(torch.tensor([[1, 0], [1, 1]])).select([1])
-    assert tokens.tolist() == [2, 3] and part.padded_shape is None and part.mask.tolist() == [True, True]
+    batch = PackedBatch.from_padded(torch.tensor([[1, 0], [1, 1]]))
+    part, tokens = batch.select([1])
+    assert tokens.tolist() == [2, 3] and part.padded_shape == (1, 2) and part.mask.tolist() == [True, True]
+    logp, advantages, weights = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]), torch.tensor([1.0, -1.0]), torch.ones(2)
+    whole = hpo.policy_loss_and_grad(logp, None, advantages, batch, weights=weights).grad
+    for part, rows, _, tokens in batch.micro_batches(2):
+        given = (advantages[rows], part)
+        padded, packed = (
+            hpo.policy_loss_and_grad(each, None, *given, weights=weights[rows]).grad
+            for each in (logp[rows], logp.flatten()[tokens])
+        )
+        assert padded.equal(whole[rows]) and packed.equal(whole[rows].flatten())
 
 
 def test_selecting_everything_changes_nothing():

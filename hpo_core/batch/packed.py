@@ -363,8 +363,8 @@ class PackedBatch:
     def select(self, rows: torch.Tensor | Sequence[int]) -> tuple[PackedBatch, torch.Tensor]:
         """The batch of these rows (indices ``[R]`` or a bool mask ``[S]``), and the indices ``[T']`` of their tokens.
 
-        Steps, ids and offsets are selected, too; index every ``[T]`` tensor with the second result. The call
-        synchronises, because it reads lengths.
+        Steps, ids and offsets are selected, too; index every ``[T]`` tensor with the second result, and ``[B, L]``
+        tensors with ``rows``. The call synchronises, because it reads lengths.
 
         >>> import torch
         >>> part, tokens = PackedBatch.from_lengths([2, 3, 1]).select([2, 0])

@@ -465,6 +465,11 @@ def test_levels_nest():
             ValueError,
             "mask: expected 0 and 1, got 2",
         ),
+        (
+            lambda: PackedBatch.from_padded(longs(1, 1, 0, 0, 0, 0, 0, 1, 1).view(3, 3)).without_first_tokens(),
+            ValueError,
+            r"mask: row \[2\] begins with masked tokens, .* mask & \(mask.cumsum\(1\) > 1\)",
+        ),
         (lambda: PackedBatch.from_lengths([1.5]), TypeError, "lengths: expected dtype int32 or int64, got float32"),
         (lambda: PackedBatch.from_lengths([[1]]), ValueError, r"lengths: expected shape \[S\], got \[1, 1\]"),
         (lambda: PackedBatch.from_lengths([2, -1]), ValueError, "lengths: expected numbers of tokens >= 0"),

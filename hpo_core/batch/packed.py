@@ -296,11 +296,26 @@ class PackedBatch:
     def without_first_tokens(self) -> PackedBatch:
         """The batch with the first token of each row masked, because no logits of the row predict it.
 
+        A padded row that begins with masked tokens is refused on the CPU: if these are padding, another token is its
+        first, if they are a prompt, none is to go.
+
         >>> PackedBatch.from_lengths([2, 0, 3]).without_first_tokens().mask
         tensor([False,  True, False,  True,  True])
         """
         mask = ~self.is_first_token()
-        return self.replace(mask=mask if self.mask is None else mask & self.mask, validate=False)
+        if self.mask is None:
+            return self.replace(mask=mask, validate=False)
+        if self.padded_shape is not None and mask.is_cpu and not ops.is_traced(mask):
+            places = self.mask.view(self.padded_shape)
+            late = (places & ~places[:, :1]).any(1)
+            check(
+                not late.any(),
+                "mask: row {} begins with masked tokens, padding or a prompt: expected rows that begin with a token; "
+                "make the batch of mask & (mask.cumsum(1) > 1) for padding, of a mask without its first column for a "
+                "prompt (mask[:, 0] = False), and leave this call out",
+                late.nonzero().flatten()[:1].tolist(),
+            )
+        return self.replace(mask=mask & self.mask, validate=False)
 
     def step_of_token(self) -> torch.Tensor:
         """Step of every token ``[T]`` int64, -1 outside all steps. Needs ``cu_steps`` or ``steps``."""

@@ -173,7 +173,8 @@ def _materialised(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if kind == "DTensor":
         raise TypeError(
             f"{name}: expected a tensor of this rank, got a DTensor; pass {name}.to_local() for this rank's part or "
-            f"{name}.full_tensor() for all of it"
+            f"{name}.full_tensor() for all of it, with grad_placements=[Partial('avg')] * {name}.device_mesh.ndim to "
+            f"train it on ranks with tokens of their own"
         )
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise TypeError(

@@ -100,7 +100,8 @@ def _localised(given: dict[str, Any], dimensions: dict[str, int]) -> dict[str, A
             given.get("process_group") is group or dimension == -1,
             "{0}: sharded by rows over {1} ranks, as tensor parallelism shards it, whose ranks share their tokens, and "
             "as FSDP does, whose ranks have tokens of their own: expected process_group={0}.device_mesh.get_group() "
-            "for the first, or {0}.full_tensor() for the second, got process_group={2}",
+            "for the first, a call inside the head's own forward for the second, or {0}.full_tensor(grad_placements="
+            "[Partial('avg')]), with Partial() where gradients are added; got process_group={2}",
             name,
             tensor.device_mesh.size(),
             given.get("process_group"),

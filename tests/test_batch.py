@@ -124,6 +124,7 @@ def test_from_padded_copies_nothing():
     assert (batch.padded_shape, batch.rows, batch.total_tokens) == ((2, 3), 2, 6)
     assert batch.cu_seqlens.tolist() == [0, 3, 6] and batch.row_counts.tolist() == [2, 0]
     assert batch.group_ids.tolist() == [0, 0]
+    assert PackedBatch.from_padded(mask, steps=longs(1, 4).view(1, 2), validate=False).num_steps == 1
     for shape in ((0, 3), (2, 0)):
         assert PackedBatch.from_padded(torch.ones(shape)).total_tokens == 0
 
@@ -227,8 +228,18 @@ def test_select_by_indices_or_mask(rows, picked):
 
 
 def test_select_from_a_padded_batch():
-    part, tokens = PackedBatch.from_padded(torch.tensor([[1, 0], [1, 1]])).select([1])
-    assert tokens.tolist() == [2, 3] and part.padded_shape is None and part.mask.tolist() == [True, True]
+    batch = PackedBatch.from_padded(torch.tensor([[1, 0], [1, 1]]))
+    part, tokens = batch.select([1])
+    assert tokens.tolist() == [2, 3] and part.padded_shape == (1, 2) and part.mask.tolist() == [True, True]
+    logp, advantages, weights = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]), torch.tensor([1.0, -1.0]), torch.ones(2)
+    whole = hpo.policy_loss_and_grad(logp, None, advantages, batch, weights=weights).grad
+    for part, rows, _, tokens in batch.micro_batches(2):
+        given = (advantages[rows], part)
+        padded, packed = (
+            hpo.policy_loss_and_grad(each, None, *given, weights=weights[rows]).grad
+            for each in (logp[rows], logp.flatten()[tokens])
+        )
+        assert padded.equal(whole[rows]) and packed.equal(whole[rows].flatten())
 
 
 def test_selecting_everything_changes_nothing():
@@ -438,6 +449,21 @@ def test_levels_nest():
             lambda: PackedBatch.from_padded(torch.ones(2, 3).bool(), group_ids=longs(0)),
             ValueError,
             "group_ids: expected shape",
+        ),
+        (
+            lambda: PackedBatch.from_padded(torch.ones(2, 3).bool(), steps=longs(0, 2, 1, 3).view(2, 2)),
+            ValueError,
+            "steps: expected steps in order without overlap",
+        ),
+        (
+            lambda: PackedBatch.from_padded(torch.ones(2, 3).bool(), cu_steps=longs(0, 6)),
+            ValueError,
+            "cu_steps: expected steps that tile every row",
+        ),
+        (
+            lambda: PackedBatch.from_padded(torch.full((2, 3), 2), validate=True),
+            ValueError,
+            "mask: expected 0 and 1, got 2",
         ),
         (lambda: PackedBatch.from_lengths([1.5]), TypeError, "lengths: expected dtype int32 or int64, got float32"),
         (lambda: PackedBatch.from_lengths([[1]]), ValueError, r"lengths: expected shape \[S\], got \[1, 1\]"),

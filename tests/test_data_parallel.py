@@ -141,6 +141,55 @@ def test_two_ranks_have_the_gradient_of_one_process(ranks, engine, mode, steps):
     judge(mode, [found[mode, steps] for found in ranks(engine)])
 
 
+class Head(torch.nn.Linear):
+    def forward(self, hidden, ids, batch):
+        return hpo.linear_token_logprobs(hidden, self.weight, ids, bias=self.bias, batch=batch).logp
+
+
+def gradients_of_a_head(step, weights, prepare=lambda model: None, gathered=None):
+    """``gathered``: what the weight and bias of a head are outside of its forward; None: inside."""
+    batch, ids, old, advantages = step
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList((torch.nn.Embedding(8, 4), Head(4, 8)))
+    prepare(model)
+    hidden = model[0](ids)
+    if gathered is None:
+        logp = model[1](hidden, ids, batch)
+    else:
+        weight, bias = (gathered(each) for each in (model[1].weight, model[1].bias))
+        logp = hpo.linear_token_logprobs(hidden, weight, ids, bias=bias, batch=batch).logp
+    hpo.policy_loss(logp, old, advantages, batch, weights=weights).loss.backward()
+    return gradients(model)
+
+
+def heads_of_fsdp2(rank):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Partial
+
+    mesh = dist.init_device_mesh("cpu", (2,))
+
+    def shard(model):
+        for module in model:
+            fully_shard(module, mesh=mesh)
+
+    def gather(tensor):
+        return tensor.full_tensor(grad_placements=[Partial("avg")])
+
+    batch, *given = data(rank)
+    batch = batch.without_first_tokens()
+    weights = aggregation.token_mean(batch, process_group=dist.group.WORLD, gradient_reduction="mean")
+    return [gradients_of_a_head((batch, *given), weights, shard, gathered) for gathered in (None, gather)]
+
+
+def test_a_head_that_fsdp2_shards_has_the_gradient_of_one_process():
+    batch, *given = data(0, 1)
+    batch = batch.without_first_tokens()
+    expected = gradients_of_a_head((batch, *given), aggregation.token_mean(batch))
+    for found in (each for rank in on_ranks(2, heads_of_fsdp2) for each in rank):
+        for got, grad in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(got), torch.tensor(grad), rtol=2e-6, atol=2e-7)
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 
 

@@ -446,7 +446,7 @@ ERRORS = {
     "sizes of a weight alone": "vocabulary_sizes: expected None without a process_group",
     "another group": "process_group: expected None or the mesh's of logits",
     "other sizes": "vocabulary_sizes: expected None or .* those of the shards of logits",
-    "no group": "weight: sharded by rows over .* expected process_group=weight.device_mesh.get_group",
+    "no group": "weight: sharded by rows over .* process_group=weight.device_mesh.*full_tensor.grad_placements",
     "replicated": "logits: expected a tensor of this rank, got a DTensor; pass logits.to_local",
     "own size": r"vocabulary_sizes: expected the columns of every rank, \[.*\], at least one, got \[9",
     "nothing": r"vocabulary_sizes: expected the columns of every rank, \[0.*\], at least one, got \[0",

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class MicroBatch(NamedTuple):
-    """Some rows as a batch, with indices into the whole batch: ``advantages[part.rows]``, ``logp[part.tokens]``."""
+    """Some rows as a batch, with indices into the whole batch: ``advantages[part.rows]``, ``logp[part.tokens]``, or
+    ``logp[part.rows]`` where it is ``[B, L]``: the part of a padded batch is padded."""
 
     batch: PackedBatch
     rows: torch.Tensor  # [S'] int64: indices into [S] tensors of the whole batch
@@ -103,6 +104,8 @@ def part_of(batch: PackedBatch, index: torch.Tensor, is_part: bool) -> MicroBatc
         **{name: None if tensor is None else tensor[index] for name, tensor in ids},
     )
     object.__setattr__(part, "is_part", is_part)
+    if batch.padded_shape is not None:
+        object.__setattr__(part, "padded_shape", (part.rows, batch.padded_shape[1]))
     return MicroBatch(part, index, steps, tokens)
 
 

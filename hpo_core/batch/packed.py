@@ -14,7 +14,7 @@ from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
 from .hierarchy import Hierarchy, LeafTables, hierarchy_of, row_at, row_counts, trajectories_of
 from .levels import at_level
-from .structure import as_bool, check_structure, checked_tensors
+from .structure import check_structure, checked_tensors
 
 _STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
 
@@ -130,11 +130,14 @@ class PackedBatch:
 
     @classmethod
     @examines
-    def from_padded(cls, mask: torch.Tensor, **ids: torch.Tensor | None) -> PackedBatch:
+    def from_padded(
+        cls, mask: torch.Tensor, *, validate: bool | None = None, **ids: torch.Tensor | None
+    ) -> PackedBatch:
         """The batch of a padded ``[B, L]`` mask: B rows of L tokens, without a copy or a synchronisation.
 
         Calls with this batch take ``[B, L]`` tensors, and their results have that shape. ``ids`` are the keyword ids of
-        the constructor.
+        the constructor; steps count tokens of the flattened ``[B * L]``. ``validate``: as there; by default values are
+        checked if there are steps on the CPU.
 
         >>> import torch
         >>> PackedBatch.from_padded(torch.tensor([[1, 1, 0], [1, 0, 0]]))
@@ -144,7 +147,10 @@ class PackedBatch:
         check(mask.dim() == 2, "mask: expected a padded mask [B, L], got shape {}", list(mask.shape))
         batch, length = mask.shape
         offsets = torch.arange(batch + 1, dtype=torch.int64, device=mask.device) * length
-        result = cls(offsets, as_bool(mask).reshape(-1), total_tokens=batch * length, validate=False, **ids)
+        if validate is None:
+            has_steps = any(ids.get(name) is not None for name in ("steps", "cu_steps", "step_ids"))
+            validate = has_steps and mask.is_cpu and not ops.is_traced(mask)
+        result = cls(offsets, mask.reshape(-1), total_tokens=batch * length, validate=validate, **ids)
         object.__setattr__(result, "padded_shape", (batch, length))
         return result
 
@@ -290,6 +296,9 @@ class PackedBatch:
     def without_first_tokens(self) -> PackedBatch:
         """The batch with the first token of each row masked, because no logits of the row predict it.
 
+        Of a padded row it is the first position: behind padding on the left the first token goes on to count, scored by
+        logits of padding. Make that batch of ``mask & (mask.cumsum(1) > 1)``.
+
         >>> PackedBatch.from_lengths([2, 0, 3]).without_first_tokens().mask
         tensor([False,  True, False,  True,  True])
         """
@@ -357,8 +366,8 @@ class PackedBatch:
     def select(self, rows: torch.Tensor | Sequence[int]) -> tuple[PackedBatch, torch.Tensor]:
         """The batch of these rows (indices ``[R]`` or a bool mask ``[S]``), and the indices ``[T']`` of their tokens.
 
-        Steps, ids and offsets are selected, too; index every ``[T]`` tensor with the second result. The call
-        synchronises, because it reads lengths.
+        Steps, ids and offsets are selected, too; index every ``[T]`` tensor with the second result, and ``[B, L]``
+        tensors with ``rows``. The call synchronises, because it reads lengths.
 
         >>> import torch
         >>> part, tokens = PackedBatch.from_lengths([2, 3, 1]).select([2, 0])

@@ -338,9 +338,17 @@ def test_a_kernel_that_writes_its_inputs_is_judged_by_what_it_was_given():
 
 
 def test_the_example_is_shrunk():
-    """One masked token is enough to show a read of masked tokens."""
-    report = testing.check(masked_read, examples=EXAMPLES, only=["masked is never read"])
-    assert "tokens=1" in report.verdicts[0].received
+    """One masked token is enough to show a read of masked tokens, and one row to show weights of its own."""
+
+    def own_mean(logp, old_logp, advantages, batch, *, gate, weights):
+        return eager_ppo(logp, old_logp, advantages, batch, gate=gate, weights=torch.ones_like(weights))
+
+    for kernel, promise in (
+        (masked_read, "masked is never read"),
+        (own_mean, "micro-batch-invariant: parts add up to the whole"),
+    ):
+        report = testing.check(kernel, examples=EXAMPLES, only=[promise])
+        assert "tokens=1" in report.verdicts[0].received
 
 
 def test_an_exception_is_a_broken_promise_too():

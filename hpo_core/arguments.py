@@ -143,17 +143,19 @@ def _is_number(kind: str, value: Any) -> bool:
 def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any:
     if _is_number(kind, value) or (is_optional and value is None):
         return value
-    fixes = {str: "; write it without quotes", Tensor: "; use .item()", list: "; pass one number"}
+    one = "; pass one number"
+    fixes = {str: "; write it without quotes", Tensor: "; use .item()", list: one, tuple: one}
     fix = next((fix for made, fix in fixes.items() if isinstance(value, made)), "")
     expected = _NAMES[kind] + " or None" * is_optional
     require_type(False, "{}: expected {}, got {!r}{}", name, expected, value, fix)
 
 
-def check_numbers(name: str, *values: Any) -> None:
-    """Check that each value is a number, or a pair of numbers."""
-    for value in values:
-        each = value if isinstance(value, tuple) else (value,)
-        require_type(all(_is_number("float", one) for one in each), "{}: expected numbers, got {!r}", name, value)
+def check_number(name: str, value: Any) -> None:
+    _examined_number("float", False, name, value)
+
+
+def check_numbers(name: str, values: Any) -> None:
+    require_type(all(_is_number("float", each) for each in values), "{}: expected numbers, got {!r}", name, values)
 
 
 def is_finite(number: float) -> bool:

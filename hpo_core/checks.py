@@ -143,9 +143,8 @@ def examined(name: str, tensor: Any, meaning: str = "") -> torch.Tensor:
 
 def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
     if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"{name}: expected a tensor{meaning and ' ' + meaning}, got {type(tensor)}; convert it with torch.as_tensor"
-        )
+        fix = "its mask is .as_mask().mask" if hasattr(tensor, "as_mask") else "convert it with torch.as_tensor"
+        raise TypeError(f"{name}: expected a tensor{meaning and ' ' + meaning}, got {type(tensor)}; {fix}")
     # A module that was never imported has made no tensor.
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .arguments import check_choice, check_member, check_numbers, examines, is_finite
+from .arguments import check_choice, check_member, check_number, examines, is_finite
 from .checks import check
 from .specs import KLEstimator, KLGradient
 
@@ -34,7 +34,7 @@ class KLPenalty:
     def __post_init__(self) -> None:
         check_member("estimator", self.estimator, KLEstimator)
         check_member("gradient", self.gradient, KLGradient)
-        check_numbers("beta", self.beta)
+        check_number("beta", self.beta)
         check(is_finite(self.beta), "beta: expected a number that is finite in float32, got {}", self.beta)
 
 

@@ -198,11 +198,11 @@ def hierarchical_policy_loss(
         rewards: ``[S]``, ``[N]`` with an estimator of steps, or what the estimator takes.
         batch: with ``group_ids``, if the estimator takes them.
         advantage: an estimator, or ``functools.partial`` of one, or a function of your own. It is called with the
-            rewards and, by name, those of ``group_ids``, ``batch``, ``backend`` and, at the level of steps,
-            ``trajectory_ids`` that it takes; the ids are then ``[N]``. What else it needs, such as ``anchor_ids``,
-            comes with the partial; ``partial(grpo, group_ids=None)`` says that the whole batch is one group, as equal
-            ids do. ``advantage_level`` is by default the level that :func:`~hpo_core.advantages.estimator` marks it
-            with, and ``"row"`` without a mark.
+            rewards and, by name, those of ``group_ids``, the batch's ``domain_ids`` if it has some, ``batch``,
+            ``backend`` and, at the level of steps, ``trajectory_ids`` that it takes; the ids are then ``[N]``. What
+            else it needs, such as ``anchor_ids``, comes with the partial; ``partial(grpo, group_ids=None)`` says that
+            the whole batch is one group, as equal ids do. ``advantage_level`` is by default the level that
+            :func:`~hpo_core.advantages.estimator` marks it with, and ``"row"`` without a mark.
         gate: as in :func:`policy_loss`.
         options: the keywords of :func:`policy_loss`. ``threshold``: what ``window.fit`` returned for the whole
             optimiser step; here by default fitted on this batch, which must be that step: with ``process_group`` on the
@@ -250,8 +250,14 @@ def _advantages(
     estimator: Callable[..., torch.Tensor], level: str, rewards: torch.Tensor, batch: PackedBatch, backend: str | None
 ) -> torch.Tensor:
     told: dict[str, Any] = {"group_ids": batch.group_ids, "batch": batch}
+    domains = batch.domain_ids
     if level == "step":
         told |= batch.ids_of_steps()
+        if domains is not None:
+            row = batch.row_of_step()
+            domains = torch.where(row >= 0, domains[row.clamp(min=0)], -1)
+    if domains is not None:  # None would make one domain of all rows
+        told["domain_ids"] = domains
     if backend is not None:
         told["backend"] = backend
     given = accepted_keywords(estimator, rewards, **told)

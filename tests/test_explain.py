@@ -159,6 +159,27 @@ def test_an_example_that_is_no_packed_call_is_refused():
             testing.explain(example._replace(**wrong), "cpu")
 
 
+def test_padded_kernels_are_given_rectangles():
+    def kernel(logp, old_logp, advantages, mask, **given):
+        assert logp.shape == mask.shape == given["selection"].mask.shape == (2, 5)
+        return hpo.policy_loss_and_grad(logp, old_logp, advantages, mask, **given)
+
+    def wrong(*given, **keywords):
+        out = kernel(*given, **keywords)
+        return out._replace(grad=1.01 * out.grad)
+
+    rows = testing.random_policy_loss(7, gates.gspo(), ["weights", "kl"], layout=testing.Layout((5, 5), seed=4))
+    rows = rows.given(selection=entropy.Selection(mask=torch.arange(10) != 3, weight=torch.arange(10.0)))
+    assert testing.explain(rows, kernel, "cpu", padded=True).token is None
+    assert "wrong" in testing.explain(rows, wrong, padded=True).results
+    for example, message in (
+        (example_of(gates.gspo()), r"expected rows of equal length, .* got lengths \[5, 0, 9, 1\] of 17 tokens; take "),
+        (example_of(gates.step_gspo()), "a mask .* has no steps"),
+    ):
+        with pytest.raises(ValueError, match=f"^padded: {message}"):
+            testing.explain(example, kernel, padded=True)
+
+
 def test_errors_of_a_caller_s_kernel_pass_as_they_are():
     class ShapeError(ValueError):
         def __init__(self, code, text):

@@ -304,6 +304,16 @@ def test_a_function_of_the_users_gets_what_it_names():
     assert run(torch.ones(2), batch, advantage=lambda batch: batch).tokens.tolist() == [-1, -1, -1, -1]  # the rewards
     shaped = functools.partial(hpo.entropy.edge_grpo, entropy=torch.ones(4))
     assert run(torch.ones(2), batch, advantage=shaped).tokens.shape == (4,)
+
+    def of_domains(rewards, domain_ids):
+        return rewards * domain_ids
+
+    two = batch.replace(group_ids=torch.tensor([0, 1]), domain_ids=torch.tensor([5, 2]))
+    for level, count in (("row", 2), ("step", 4)):
+        out = run(torch.ones(count), two, advantage=of_domains, advantage_level=level)
+        assert out.tokens.tolist() == [-5, -5, -2, -2]
+    with pytest.raises(ValueError, match=r"^advantage: of_domains needs domain_ids, of which a call of level 'row'"):
+        run(torch.ones(2), batch, advantage=of_domains)
     with pytest.raises(ValueError, match=r"^advantage: of_steps needs trajectory_ids, of which a call of level 'row'"):
         run(torch.ones(4), batch, advantage=of_steps)
 

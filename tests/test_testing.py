@@ -229,6 +229,23 @@ def test_a_wrapped_estimator_is_judged_like_any_other():
     testing.check(wrapped, "advantages", estimator=wrapped, examples=EXAMPLES).raise_for_broken()
 
 
+def test_faults_of_the_definition_are_its_own():
+    def own(rewards, group_ids):  # takes no backend
+        return hpo.advantages.dr_grpo(rewards, group_ids)
+
+    def raises(rewards, group_ids):
+        raise KeyError("prompt")
+
+    def half(rewards, group_ids):  # NaN where the id is negative
+        return torch.where(group_ids < 0, torch.nan, own(rewards, group_ids))
+
+    testing.check(own, "advantages", estimator=own, examples=5).raise_for_broken()
+    with pytest.raises(ValueError, match=r"^estimator: expected advantages of every .* but raises raised KeyError: "):
+        testing.check(own, "advantages", estimator=raises, examples=5)
+    report = testing.check(half, "advantages", estimator=half, examples=EXAMPLES)
+    assert report.ok and [each.detail for each in report.verdicts].count("the estimator gives NaN") == 3
+
+
 # ---------------------------------------------------------------------------------------------------- broken kernels
 
 
@@ -321,9 +338,17 @@ def test_a_kernel_that_writes_its_inputs_is_judged_by_what_it_was_given():
 
 
 def test_the_example_is_shrunk():
-    """One masked token is enough to show a read of masked tokens."""
-    report = testing.check(masked_read, examples=EXAMPLES, only=["masked is never read"])
-    assert "tokens=1" in report.verdicts[0].received
+    """One masked token is enough to show a read of masked tokens, and one row to show weights of its own."""
+
+    def own_mean(logp, old_logp, advantages, batch, *, gate, weights):
+        return eager_ppo(logp, old_logp, advantages, batch, gate=gate, weights=torch.ones_like(weights))
+
+    for kernel, promise in (
+        (masked_read, "masked is never read"),
+        (own_mean, "micro-batch-invariant: parts add up to the whole"),
+    ):
+        report = testing.check(kernel, examples=EXAMPLES, only=[promise])
+        assert "tokens=1" in report.verdicts[0].received
 
 
 def test_an_exception_is_a_broken_promise_too():

@@ -79,7 +79,8 @@ class EntropyWindow:
         check_choice("invalid", self.invalid, INVALID)
         check_member("rule", self.rule, OrderRule)
         check_flag("strict", self.strict)
-        require_type(isinstance(self.quantile, Fraction), "quantile: expected a Fraction, got {!r}", self.quantile)
+        is_exact = isinstance(self.quantile, Fraction)
+        require_type(is_exact, "quantile: expected a Fraction such as Fraction('0.8'), got {!r}", self.quantile)
         is_fraction = 0 <= self.quantile.numerator <= self.quantile.denominator
         check(is_fraction, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
         check(self.rule in INDEX_RULES, "rule: expected one of an index, got {!r}; see quantiles for LINEAR", self.rule)

@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import MISSING, dataclass, fields
 
-from ..arguments import check_member, check_numbers, is_finite
+from ..arguments import check_member, check_number, check_numbers, is_finite
 from ..checks import check, require_type
 from ..specs import Action, Aggregate, CorrectionSpec, LevelKind, LevelSpec, Reduction, Routing, Statistic, Unit
 
@@ -146,6 +146,9 @@ class Rollback(Short):
                 "budgets: expected log-ratios >= 0 that are finite in float32, got {}",
                 self.budgets,
             )
+        if self.slope is not None:
+            check_number("slope", self.slope)
+        check_number("most", self.most)
         check(self.slope is None or self.slope >= 0, "slope: expected a number >= 0 or None, got {}", self.slope)
         check(self.most > 0, "most: expected a number > 0, got {}", self.most)
         check(self.slope is None or self.most == math.inf, "most: bounds the number of tokens; drop slope= or most=")
@@ -158,7 +161,7 @@ class Tanh(Short):
     bound: float
 
     def __post_init__(self) -> None:
-        check_numbers("bound", self.bound)
+        check_number("bound", self.bound)
         check(
             self.bound > 0 and is_finite(self.bound),
             "bound: expected a log-ratio > 0 that is finite in float32, got {}",
@@ -197,12 +200,15 @@ class Excess(Short):
     budget: float
 
     def __post_init__(self) -> None:
-        check_numbers("budget", self.budget)
+        check_number("budget", self.budget)
         check(
             self.budget >= 0 and is_finite(self.budget),
             "budget: expected a number >= 0 that is finite in float32, got {}",
             self.budget,
         )
+
+
+OF_LEVELS = (Rollback, Tanh, Gamma, Excess)  # gates that tokens do not have
 
 
 @dataclass(frozen=True, repr=False)
@@ -224,7 +230,7 @@ class Level(Short):
     aggregate: Aggregate = Aggregate.MEAN
 
     def __post_init__(self) -> None:
-        kinds = (Identity, Clip, LogClip, Rollback, Tanh, Gamma, Excess)
+        kinds = (Identity, Clip, LogClip, *OF_LEVELS)
         require_type(isinstance(self.gate, kinds), "gate: expected {}, got {!r}", names_of(kinds), self.gate)
         check_member("routing", self.routing, Routing)
         check_member("unit", self.unit, Unit)

@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import check_member, check_numbers, is_finite
+from ..arguments import check_member, check_number, is_finite
 from ..checks import check, require_type
 from ..kl import KLPenalty
 from ..specs import Aggregate, Head, Penalty, PolicyLossSpec, Provenance, Routing, TermSpec, TokenGate, Unit
 from .parts import (
+    OF_LEVELS,
     Channel,
     Clip,
     Correction,
@@ -159,13 +160,19 @@ class RatioGate(Short):
 
     def _check_kinds(self) -> None:
         kinds = (Identity, Drop, Clip, LogClip)
-        require_type(isinstance(self.token, kinds), "token: expected {}, got {!r}", names_of(kinds), self.token)
+        require_type(
+            isinstance(self.token, kinds),
+            "token: expected {}, got {!r}{}",
+            names_of(kinds),
+            self.token,
+            f"; put it on Level({self.token!r}, unit=Unit.STEP)" if isinstance(self.token, OF_LEVELS) else "",
+        )
         check_member("head", self.head, Head)
         check_member("channel", self.channel, Channel)
         check_member("penalty", self.penalty, Penalty)
         check_pair("head_numbers", self.head_numbers)
         check_pair("advantage_weights", self.advantage_weights)
-        check_numbers("penalty_coefficient", self.penalty_coefficient)
+        check_number("penalty_coefficient", self.penalty_coefficient)
         require_type(
             self.pre is None or isinstance(self.pre, (Clip, LogClip)),
             "pre: expected {}, or None, got {!r}",

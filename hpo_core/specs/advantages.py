@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import check_flag, check_member, check_numbers
+from ..arguments import check_flag, check_member, check_number
 from ..checks import check
 
 
@@ -92,8 +92,8 @@ class GroupTerm:
         check_member("part", self.part, Part)
         check_member("presence", self.presence, Presence)
         check_flag("keep_singletons", self.keep_singletons)
-        check_numbers("eps", self.eps)
-        check_numbers("coefficient", self.coefficient)
+        check_number("eps", self.eps)
+        check_number("coefficient", self.coefficient)
         check(self.ddof in (0, 1), "ddof: expected 0 (divide by n) or 1 (divide by n - 1), got {}", self.ddof)
         check(0 <= self.eps < math.inf, "eps: expected a finite number >= 0, got {}", self.eps)
         check(

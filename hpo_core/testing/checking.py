@@ -19,7 +19,7 @@ from ..kl import KLPenalty
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
 from .examples import PolicyLossExample, move
 from .expected import Outcome, accepts
-from .promises import GRADIENT, PROMISES, UNWRITTEN, Inapplicable, Promise, Run
+from .promises import GRADIENT, PROMISES, UNWRITTEN, Inapplicable, Promise, Run, Undefined
 from .promises_of_losses import NOTHING_VALID, has_tokens
 from .strategies import hypothesis
 from .subjects import ESTIMATORS, OTHERS, READS, Recorded, estimator_of, of_advantages, of_policy_loss, withheld
@@ -133,7 +133,8 @@ def check(
               ``ceil(quantile (n - 1))`` of finite scores ``[n]``; ``rule=`` names another.
         gate: the gate of a policy loss, passed on if ``fn`` takes it. Default ``gates.ppo_clip()``.
         penalty: the KL penalty. Default ``kl.k3(0.1)``, and ``kl.k3(1.0)`` for the op ``"kl"``.
-        estimator: the definition of ``"advantages"``. Default ``advantages.grpo``.
+        estimator: the definition of ``"advantages"``, called with ``backend="reference"`` if it takes a backend.
+            Default ``advantages.grpo``.
         window: the window of ``"window_mask"``. Default ``entropy.forking_tokens()``.
         padded: ``fn`` takes tensors of tokens as ``[B, L]``, and as batch the mask ``[B, L]``.
         gradient: False for a loss or penalty without one: promises about gradients are then not supported.
@@ -245,6 +246,8 @@ def _search(promise: Promise, run: Run, recorded: Recorded, strategy: Any, examp
             assert not written, f"the kernel wrote what it was given as {written}"
         except Inapplicable as reason:
             inapplicable.append(str(reason))
+        except Undefined:
+            raise
         except Exception as error:
             what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
             failures.append((what, _show(recorded.received)))

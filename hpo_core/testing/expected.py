@@ -199,10 +199,14 @@ def _penalty_terms(penalty: KLPenalty, s: torch.Tensor, x: torch.Tensor) -> tupl
 
 
 def expect_rewards(example: RewardsExample, op: str | Callable[..., Any] = "grpo", **keywords: Any) -> Expected:
-    """The expected output of an estimator, or of the one named ``op``, with its options (ddof, eps, ...)."""
+    """The expected output of an estimator, or of the one named ``op``, with its options (ddof, eps, ...).
+
+    An estimator of one's own is called with ``backend="reference"`` if it takes a backend.
+    """
     example = move(example, "cpu")
     function = getattr(advantages, op) if isinstance(op, str) else op
-    estimator = functools.partial(function, backend="reference", **keywords)
+    backend = {"backend": "reference"} if accepts(function, "backend") else {}
+    estimator = functools.partial(function, **backend, **keywords)
     exact = estimator(example.rewards.double(), example.group_ids, **example.keywords)
     eager = estimator(example.rewards.float(), example.group_ids, **example.keywords).double()
     # An advantage is a difference of two terms, both relative to the first member K of its group:

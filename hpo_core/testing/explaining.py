@@ -22,6 +22,7 @@ from ..specs import Unit
 from .budget import budget
 from .examples import PolicyLossExample, device_of, move
 from .expected import Outcome, accepted, accepts, expect_policy_loss, run_policy_loss
+from .subjects import check_padded, of_rectangles
 
 Kernel = str | Callable[..., Any]
 
@@ -67,7 +68,9 @@ class Explanation(NamedTuple):
 
 
 @examines
-def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, bitwise: bool = False) -> Explanation:
+def explain(
+    example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, bitwise: bool = False, padded: bool = False
+) -> Explanation:
     """Explain the first token whose loss or gradient differs between two kernels.
 
     Args:
@@ -78,6 +81,7 @@ def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, b
             the definition and ``"reference"`` take the scores of the backend that fitted it.
         bitwise: whether any difference counts. By default one counts that exceeds the error budget of a float32 kernel,
             see :func:`budget`.
+        padded: functions take tensors of tokens as ``[B, L]``, and as batch the mask ``[B, L]``, as in :func:`check`.
 
     Raises:
         ValueError: a backend is unknown or cannot serve here; the message says why.
@@ -92,6 +96,9 @@ def explain(example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, b
     example = example.given(weights=example.weights())
     names = [_name(kernel, side) for kernel, side in ((a, "a"), (b, "b"))]
     names[1] += " (b)" * (names[0] == names[1])
+    if padded:
+        _check_rectangle(example)
+        a, b = (kernel if isinstance(kernel, str) else of_rectangles(kernel) for kernel in (a, b))
     first, second = (_tokens(kernel, example) for kernel in (a, b))
     expected = expect_policy_loss(example)
     differs = torch.zeros_like(example.valid())
@@ -129,6 +136,18 @@ def _check_example(example: PolicyLossExample) -> None:
     check_shape("example.logp", example.logp, (batch.total_tokens,), "[T] (packed)", "flatten what is padded")
     unknown = sorted(set(example.keywords) - set(accepted(policy_loss, example.keywords)))
     check(not unknown, "example.keywords: expected arguments of policy_loss, got {}", ", ".join(unknown))
+
+
+def _check_rectangle(example: PolicyLossExample) -> None:
+    check_padded(example.gate)
+    batch, lengths = example.batch, example.batch.cu_seqlens.diff().tolist()
+    check(
+        batch.trajectory_ids is None and len(set(lengths)) <= 1 and sum(lengths) == batch.total_tokens,
+        "padded: expected rows of equal length, each a trajectory, and no token outside, got lengths {} of {} tokens; "
+        "take PackedBatch.from_padded(mask), or draw with layout=Layout((5, 5))",
+        lengths,
+        batch.total_tokens,
+    )
 
 
 def _at(token: int, part: torch.Tensor | None) -> float:

@@ -22,6 +22,10 @@ class Inapplicable(Exception):
     """The gate or the estimator does not promise this, and the message says why."""
 
 
+class Undefined(ValueError):
+    """The caller's definition raises, so that there is no verdict on the kernel."""
+
+
 class Promise(NamedTuple):
     name: str
     # Raises AssertionError if broken; returns the largest error / budget, if there is one.

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..advantages.terms import name_of
 from .budget import Expected, assert_within_budget
 from .examples import RewardsExample
 from .expected import accepts, expect_rewards
-from .promises import UNWRITTEN, Inapplicable, Run, distinct, promise, same, shifted, strided
+from .promises import UNWRITTEN, Inapplicable, Run, Undefined, distinct, promise, same, shifted, strided
 
 
 class Estimator(NamedTuple):
@@ -25,7 +26,20 @@ class Estimator(NamedTuple):
     options: dict[str, Any]
 
     def expect(self, example: RewardsExample, **other: Any) -> Expected:
-        return expect_rewards(example, self.function, **(self.options | other))
+        try:
+            return expect_rewards(example, self.function, **(self.options | other))
+        except Exception as error:
+            raise Undefined(
+                f"estimator: expected advantages of every example, but {name_of(self.function)} raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def without_nan(self, example: RewardsExample) -> Expected:
+        """What a promise compares: NaN equals nothing."""
+        expected = self.expect(example)
+        if bool(expected.exact.isnan().any()):
+            raise Inapplicable("the estimator gives NaN")
+        return expected
 
 
 Rewards = tuple[RewardsExample, Estimator]
@@ -103,11 +117,11 @@ def _(run: Run, drawn: Rewards) -> None:
 @promise("advantages", "groups do not see each other")
 def _(run: Run, drawn: Rewards) -> None:
     example, estimator = drawn
-    before, exact, ids = run(example), estimator.expect(example).exact, _ids(example)
+    before, exact, ids = run(example), estimator.without_nan(example).exact, _ids(example)
     for key in distinct(ids):
         own = ids == key
         changed = example._replace(rewards=torch.where(own, example.rewards, example.rewards * 1.75 + 3))
-        if not torch.equal(estimator.expect(changed).exact[own], exact[own]):
+        if not torch.equal(estimator.without_nan(changed).exact[own], exact[own]):
             raise Inapplicable("groups share a number by definition")
         same("a group's advantages", run(changed)[own], before[own], "after only other groups were changed")
 
@@ -131,7 +145,7 @@ def _(run: Run, drawn: Rewards) -> None:
     units = {name: value for name, value in example.keywords.items() if name not in ("mask", "apply_mask")}
     example = RewardsExample(constant, example.group_ids, units)
     has_others = _group_sizes(example) > 1
-    if bool(estimator.expect(example).exact[has_others].any()):
+    if bool(estimator.without_nan(example).exact[has_others].any()):
         raise Inapplicable("the estimator gives a flat group other advantages")
     out = run(example)[has_others]
     same("the advantage of a flat group", out, torch.zeros_like(out), "")
@@ -143,8 +157,8 @@ def _(run: Run, drawn: Rewards) -> float:
     example = example._replace(rewards=(example.rewards.clamp(-99, 99) * 64).round() / 64)  # a sum with 8192 is exact
     offset = example._replace(rewards=example.rewards + 8192)
     has_others = _group_sizes(example) > 1  # a single unit may keep its raw reward
-    expected = estimator.expect(example)
-    moved = (estimator.expect(offset).exact - expected.exact)[has_others]
+    expected = estimator.without_nan(example)
+    moved = (estimator.without_nan(offset).exact - expected.exact)[has_others]
     if not bool((moved.abs() <= 1e-6 + 1e-6 * expected.exact[has_others].abs()).all()):
         raise Inapplicable("the estimator's advantages depend on an offset")
     near = run(example)[has_others].double() + moved  # beside a group of one, an eps weighs less

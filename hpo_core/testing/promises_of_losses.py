@@ -227,11 +227,11 @@ def _(run: Run, example: PolicyLossExample) -> None:
 
 @promise("policy_loss", "micro-batch-invariant: parts add up to the whole", "weights")
 def _(run: Run, example: PolicyLossExample) -> float:
-    whole, loss = run(example), torch.zeros((), dtype=torch.float64, device="cpu")
-    segment = example.first_rows(example.coarsest)
-    for part in (0, 1):
-        micro, tokens = example.select(segment % 2 == part)
-        out = run(micro)
+    segment, loss = example.first_rows(example.coarsest), torch.zeros((), dtype=torch.float64, device="cpu")
+    selected = [example.select(segment % 2 == part) for part in (0, 1)]
+    parts = [(run(micro), tokens) for micro, tokens in selected]
+    whole = run(example)  # the last call, which a report shows
+    for out, tokens in parts:
         loss += out.loss.double()
         if whole.grad is not None:
             same("the gradient", _grad(out), whole.grad[tokens], "in a micro-batch")

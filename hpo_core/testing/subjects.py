@@ -99,11 +99,8 @@ def of_policy_loss(
     gradient: bool,
     options: dict[str, Any],
 ) -> Subject:
-    require(
-        not padded or gate.units <= {Unit.TRAJECTORY},
-        "padded: a mask [B, L] has no steps, groups or domains, which the gate {!r} needs; take a packed kernel",
-        gate.name,
-    )
+    if padded:
+        check_padded(gate)
     kernel = of_rectangles(fn) if padded else fn
     call = functools.partial(run_policy_loss, kernel, gradient=gradient, **options)
     notes: list[str] = []
@@ -141,6 +138,14 @@ def _error_on_policy(call: Run, gate: RatioGate, features: Collection[str]) -> E
     return None
 
 
+def check_padded(gate: RatioGate) -> None:
+    require(
+        gate.units <= {Unit.TRAJECTORY},
+        "padded: a mask [B, L] has no steps, groups or domains, which the gate {!r} needs; take a packed kernel",
+        gate.name,
+    )
+
+
 def _rectangle(tensor: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """The tokens of rows of equal length as ``[B, L]``."""
     return tensor.view(batch.rows, tensor.numel() // max(batch.rows, 1))
@@ -149,6 +154,10 @@ def _rectangle(tensor: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 def _rectangle_of_mask(batch: PackedBatch) -> torch.Tensor:
     everything = torch.ones(batch.total_tokens, dtype=torch.bool, device=batch.device)
     return _rectangle(everything if batch.mask is None else batch.mask, batch)
+
+
+# The fields of a selection that are ``[T]``, besides the pair of bounds.
+_OF_TOKENS = ("mask", "weight", "kl_weight", "advantage_factor", "advantage_addend", "score")
 
 
 def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +175,10 @@ def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
         if "gate_inputs" in given:
             given["gate_inputs"] = given["gate_inputs"].on_tokens(of, per_token)
         if "selection" in given:
-            given["selection"] = Selection(kl_weight=of(given["selection"].kl_weight))
+            selection: Selection = given["selection"]
+            changed: dict[str, Any] = {name: of(getattr(selection, name)) for name in _OF_TOKENS}
+            changed["bounds"] = selection.bounds and tuple(map(of, selection.bounds))
+            given["selection"] = selection._replace(**changed)
         return fn(
             of(logp), of(old_logp), of(advantages) if per_token else advantages, _rectangle_of_mask(batch), **given
         )

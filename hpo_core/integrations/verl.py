@@ -304,7 +304,7 @@ def _metrics(result: PolicyLoss, gate: RatioGate) -> dict[str, float]:
     vectors = torch.stack([each.vector for each in (result.metrics, *result.corrections)]).cpu()
     whole, *corrections = map(Metrics, vectors)
     seen = fractions(whole, gate)
-    kept = [float(each["selected"]) / max(float(each["tokens"]), 1.0) for each in corrections]
+    kept = [float(each["selected"] / each["tokens"]) if each["tokens"] > 0 else 1.0 for each in corrections]
     return {
         "actor/pg_clipfrac": seen["clipped"],
         "actor/ppo_kl": seen["kl"],
@@ -398,7 +398,8 @@ def _epsilons(config: Any) -> tuple[float, float]:
 
 def _reading(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
     """The gate, which reads no fields but these."""
-    told = {field: config.get(field, config.policy_loss.get(field)) for field in _UNSET if field not in fields}
+    further = config.get("policy_loss", None) or {}
+    told = {field: config.get(field, further.get(field)) for field in _UNSET if field not in fields}
     given = {field: value for field, value in told.items() if value is not None}
     check_unread(gate, "verl", given, _UNSET, " or choose another loss_mode")
     return gate

@@ -78,6 +78,15 @@ def test_means_of_responses_of_the_sources():
     close(E.ucas(torch.tensor([0.0, -1.0, 1]), torch.tensor([-1.0, 1, 0]), torch.zeros(3), batch), [0, -1.419068, 1])
 
 
+def test_a_row_without_a_number_gets_nan():
+    """Which the loss counts; 0 only where no token is valid."""
+    batch = hpo.PackedBatch.from_lengths([2, 2, 1], mask=torch.tensor([True, True, True, True, False]))
+    confidence = torch.tensor([math.nan, 1.0, math.inf])
+    assert E.ucas(torch.ones(3), confidence, torch.ones(5), batch).isnan().tolist() == [True, True, False, False, False]
+    entropy, right = torch.tensor([math.nan, math.inf, 0.3, math.nan, math.nan]), torch.ones(3, dtype=torch.bool)
+    close(E.grpo_s(right, entropy, batch, normalised=False).nan_to_num(99.0), [99.0, 1.1, 0])
+
+
 def test_token_group_average_of_the_source():
     lengths = torch.tensor([4.0, 2.0, 6.0])
     got = E.hapo_advantages(torch.tensor([1.0, 0.0, 0.0]), None, lengths)

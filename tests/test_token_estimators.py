@@ -12,6 +12,7 @@ from breadth import at_length, number  # noqa: F401 (the first is a fixture)
 
 from hpo_core import PackedBatch, advantages, segments, testing
 from hpo_core.advantages import reconstructed
+from hpo_core.entropy import skywork_coefficient
 from hpo_core.testing.budget import UNIT
 
 
@@ -463,6 +464,18 @@ def test_what_is_remembered_goes_to_a_checkpoint_and_to_a_device():
         assert type(again) is type(elsewhere) is type(memory) and all(map(torch.equal, again, memory))
         assert {each.device.type for each in elsewhere} == {"meta"}
     assert {each.device.type for each in advantages.GroupHistory.start(2, device="meta")} == {"meta"}
+
+
+def test_what_methods_with_a_memory_return_goes_to_a_checkpoint():
+    history = advantages.dcpo(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), advantages.GroupHistory.start(1))
+    utility = advantages.DeGrpoAdvantages(torch.zeros(2), torch.ones(1))
+    coefficient = skywork_coefficient(torch.tensor(0.0), torch.tensor(0.1))
+    for each in (history, utility, coefficient):
+        file = io.BytesIO()
+        torch.save(each, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=True)
+        assert type(again) is type(each) and again[1] == each[1]
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])

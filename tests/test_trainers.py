@@ -2,6 +2,7 @@
 formulas of its own loss. `make test-trainers` runs those that install against the trainer itself."""
 
 import contextlib
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -34,6 +35,7 @@ def test_a_text_names_a_gate():
         0.5, 4.0, gate=gates.ppo_clip(ratio_dual=3.0)
     )
     assert named_gate("ppo_clip(ratio_dual=None)") == gates.ppo_clip()
+    assert named_gate("ppo_clip(eps_high=inf)") == gates.ppo_clip(eps_high=math.inf)
     assert named_gate(gates.dapo()) == gates.dapo()
     assert named_gate("reconstructed.p3o(0.1)") == gates.reconstructed.p3o(0.1)
 
@@ -60,6 +62,7 @@ def test_a_text_names_windows_and_estimators():
         ("GateInputs()", "no function"),
         ("os.system('true')", "no function"),
         ("3", "expected a RatioGate"),
+        ("inf", "expected a RatioGate"),
         ("gspo(eps_low=1.2)", "eps_low"),
     ],
 )

@@ -17,6 +17,7 @@ from trainers import LENGTH, ROWS, build, demo, loss_of, micro_batch
 
 import hpo_core as hpo
 from hpo_core.integrations.entropy_methods import check_entropy
+from hpo_core.integrations.trl_inputs import sampler_of
 
 skip_without("trl")
 hpo_trl, transformers, trl = Lazy("hpo_core.integrations.trl"), Lazy("transformers"), Lazy("trl")
@@ -382,6 +383,14 @@ def test_a_gate_gets_the_inputs_it_needs(per_token, tmp_path):
         torch.testing.assert_close(grad, expected.grad.view_as(grad), msg=gate.name)
         bare = hpo.policy_loss_and_grad(*flat, batch, **keywords)
         assert not torch.allclose(grad, bare.grad.view_as(grad)), gate.name
+
+
+def test_an_unscored_token_drops_no_row_where_corrections_compare_with_both_policies():
+    gate = hpo.gates.compose(hpo.gates.icepop(), *hpo.gates.opsm(0.1).corrections)
+    logps, old = torch.tensor([[-3.0, 0.0, 0.0]]), torch.zeros(1, 3)
+    given = {"sampling_per_token_logps": torch.tensor([[math.nan, 0.0, 0.0]]), "old_per_token_logps": old}
+    assert torch.equal(sampler_of(gate, logps, given), logps)
+    assert torch.equal(sampler_of(hpo.gates.icepop(), logps, given), old)
 
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")

@@ -92,6 +92,17 @@ def test_a_copy_scores_with_its_own_weights():
     assert not torch.equal(scored(model, tokens, tokens)[0], expected[0])
 
 
+def test_a_forward_of_another_object_stays_that_object_s():
+    """As a wrapper's that hands its calls on."""
+    other, model, tokens = model_of(True), model_of(True), torch.arange(12).view(2, 6)
+    for parameter in other.parameters():
+        parameter.data.mul_(1.5)
+    model.forward = other.forward
+    expected = model(input_ids=tokens).logits
+    head.give_head(model, "cpu")
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
 def test_the_names_of_trl_are_ours_for_the_time_of_a_forward_pass():
     before = utils.module()._ChunkedLogProbFunction, utils.module()._use_triton
     model = model_of(True)

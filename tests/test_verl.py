@@ -82,6 +82,11 @@ def test_what_a_mask_drops_is_what_verl_calls_clipped(name, bound):
     assert ours[2]["actor/hpo_correction_0_selected_fraction"] == pytest.approx(1 - dropped) and dropped > 0.05
 
 
+def test_of_no_tokens_a_correction_drops_none():
+    _, metrics = call("hpo_dppo_tv", response_mask=torch.zeros(2, 3))
+    assert metrics["actor/hpo_correction_0_selected_fraction"] == 1
+
+
 def test_dapo_is_vanilla_without_the_dual_clip():
     batch = Batch()
     expected = run(batch, actor("vanilla", clip_ratio_high=0.28, clip_ratio_c=1e30))
@@ -282,6 +287,16 @@ def test_a_field_that_cannot_be_honoured_is_an_error(name, fields, message):
         fields = fields | {"policy_loss": workers.PolicyLossConfig(loss_mode=name, **fields["policy_loss"])}
     with pytest.raises(ValueError, match=f"^{message}"):
         call(name, config=actor(name, **fields))
+
+
+def test_a_configuration_without_losses_of_verl_s_will_do():
+    """That of a trainer of one's own."""
+    from omegaconf import OmegaConf
+
+    clips = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+    clips |= {"use_kl_loss": False, "kl_loss_coef": 0, "global_batch_info": {}}
+    for config in (clips, clips | {"policy_loss": None}):
+        assert call("hpo_gspo", config=OmegaConf.create(config))[0] == -1
 
 
 def test_fields_that_are_none_fall_back():

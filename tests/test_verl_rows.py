@@ -205,6 +205,25 @@ def test_gate_inputs_may_take_entropies():
     assert torch.equal(seen[0].reshape(padded.shape)[padded], torch.cat(batch.response(packed))[valid])
 
 
+def test_every_loss_of_every_rank_gets_a_seed_of_its_own(monkeypatch):
+    seeds = []
+
+    def mask(batch, seed):
+        seeds.append(seed)
+        return gates.GateInputs(token_mask=torch.ones(batch.total_tokens, dtype=torch.bool))
+
+    hpo_verl.register("hpo_drawn", gates.clip_cov(), gate_inputs=mask)
+    batch, config = Rollout(), actor("hpo_drawn", loss_agg_mode="token-mean")
+    updated(batch, config, SPLITS["any"], updates=2)
+    assert len(set(seeds)) == 2 * len(SPLITS["any"])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        for _ in range(2):
+            losses.ppo_loss(config, {"log_probs": batch.log_probs()}, batch.data(**COUNTS), dp_group="ranks")
+    assert [seed % 2 for seed in seeds[-4:]] == [0, 0, 1, 1] and seeds[-4] + 2 == seeds[-3]
+
+
 def test_clip_cov_draws_other_tokens_in_every_rollout():
     given = {"share": 0.2, "low": 0.0, "high": 50.0}
     hpo_verl.register("hpo_clip_cov", gates.clip_cov(), gate_inputs=functools.partial(gates.clip_cov_mask, **given))

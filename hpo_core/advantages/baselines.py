@@ -268,6 +268,9 @@ class DeGrpoAdvantages(NamedTuple):
     utility: torch.Tensor  # [P] with this step in it, for the next one
 
 
+torch.serialization.add_safe_globals([DcpoAdvantages, DeGrpoAdvantages])
+
+
 @estimator(Provenance.VERIFIED)
 def de_grpo(
     rewards: torch.Tensor,

@@ -28,6 +28,9 @@ class ControlledCoefficient(NamedTuple):
     coefficient: torch.Tensor  # for the loss of this one
 
 
+torch.serialization.add_safe_globals([ControlledCoefficient])
+
+
 @preset(Provenance.VERIFIED)
 def skywork_coefficient(
     coefficient: torch.Tensor,

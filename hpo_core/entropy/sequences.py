@@ -174,8 +174,8 @@ def ucas(
     Args:
         advantages: ``[S]``, GRPO's.
         confidence: ``[S]``, the mean (or sum) over the response of ``KL(uniform || p)``.
-        logits: ``[T]``, the raw logit of each token. A valid token whose logit is not finite gets NaN, so that the loss
-            leaves it out and counts it.
+        logits: ``[T]``, the raw logit of each token. A valid token whose logit, or whose row's confidence, is not
+            finite gets NaN, so that the loss leaves it out and counts it.
         right, wrong, certainty: 0.25, 0.35 and 0.05, the code's.
 
     Traps: in a group of one c is 0, in the code the confidence itself, which is that of the whole response and large.
@@ -199,7 +199,8 @@ def ucas(
     final = of_token - certainty * scaled
     final = torch.where(of_token > 0, final.clamp(min=0), final)
     exact = known(torch.where(given.usable, final, 0.0))
-    return as_advantages(torch.where(given.broken, torch.nan, exact), advantages, backend)
+    broken = given.broken | given.usable & ~of_row(torch.isfinite(confidence), row, True)
+    return as_advantages(torch.where(broken, torch.nan, exact), advantages, backend)
 
 
 @preset(Provenance.PAPER, level="row")

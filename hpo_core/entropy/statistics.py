@@ -105,7 +105,7 @@ def fit_scopes(
         values: ``[U]`` floating point, of tokens, steps or rows; a unit without a finite value is no member.
         ids: ``[U]`` int32 or int64, the scope of each unit; a negative id means none. None: one scope.
         scopes: the number C of scopes that ids name, 0 to C - 1, of which some may be empty: the table has an entry for
-            each of these and no other. Default: those of the units.
+            each of these and no other, and a unit of another id is no member. Default: those of the units.
         mask: ``[U]`` bool, the members. Default: every unit.
         process_group: scopes span these ranks; every rank makes the call, also one without units. Without ``scopes``
             the table of a rank has the scopes of its own units alone; with them it is that of all ranks.

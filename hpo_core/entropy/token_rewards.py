@@ -6,7 +6,7 @@ import torch
 
 from ..advantages.terms import as_advantages, known
 from ..arguments import constant
-from ..batch import PackedBatch
+from ..batch import PackedBatch, row_counts
 from ..checks import check_rows
 from ..gates.inputs import of_row
 from ..segments import dense_ids, statistics
@@ -82,7 +82,8 @@ def grpo_s(
     """GRPO-S: :func:`gtpo` with u the mean entropy of a response, or its inverse, and means over the responses of the
     same outcome (arXiv 2508.04349). Returns ``[S]`` float32.
 
-    The paper's ratio is the mean of a response's token ratios. A response without entropies gets 0.
+    The paper's ratio is the mean of a response's token ratios. A response without valid tokens gets 0, and one
+    whose valid entropies are all not finite NaN, so that the loss leaves it out and counts it.
 
     >>> batch = PackedBatch.from_lengths([1, 1])
     >>> grpo_s(torch.tensor([False, False]), torch.tensor([0.3, 1.0]), batch, normalised=False)
@@ -99,7 +100,9 @@ def grpo_s(
     rewards = _rewards(u, group.mean, is_correct, alpha)
     if normalised:
         rewards = _standardised(rewards, outcome, usable, backend)
-    return as_advantages(known(torch.where(usable, rewards.double(), 0.0)), entropy, backend)
+    exact = known(torch.where(usable, rewards.double(), 0.0))
+    broken = ~torch.isfinite(mean) & (row_counts(batch, given.broken) > 0)
+    return as_advantages(torch.where(broken, torch.nan, exact), entropy, backend)
 
 
 def _outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

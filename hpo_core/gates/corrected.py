@@ -93,6 +93,7 @@ def mis(
     """
     corrections = [_band(ratio_low, ratio_high, unit, reduction)]
     if ratio_veto is not None:
+        check(ratio_veto < math.inf, "ratio_veto: expected a finite ratio, got {}, which takes all out", ratio_veto)
         veto = _log_pair("ratio_veto", ratio_veto)
         corrections.append(Correction(Action.MASK, veto, unit=Unit.TRAJECTORY, reduction=Reduction.MIN))
     gate = compose(ppo_clip() if gate is None else gate, *corrections)

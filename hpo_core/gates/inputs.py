@@ -73,8 +73,7 @@ def dcpo_bounds(
     [0.768742, 1.187184]
     """
     check_precise("old_logp", old_logp)
-    for name, epsilon in (("eps_low", eps_low), ("eps_high", eps_high)):
-        check(epsilon >= 0, "{}: expected an epsilon >= 0, got {}", name, epsilon)
+    check_epsilons(eps_low, eps_high)
     check(ratio_cap >= 1, "ratio_cap: expected an absolute ratio >= 1, got {}", ratio_cap)
     q = old_logp.detach().exp()
     below = 0.5 + 0.5 * (1 - 4 * eps_low / q).clamp(min=0).sqrt()

@@ -143,6 +143,7 @@ def aspo(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float = 3.0) -
     """
     clip = pessimistic_clip(eps_low, eps_high)
     check(ratio_dual >= 1, "ratio_dual: expected a factor >= 1, got {}; below 1 it would act on-policy", ratio_dual)
+    check(ratio_dual < math.inf, "ratio_dual: expected a finite factor, got {}", ratio_dual)
     numbers = (float(ratio_dual), float(ratio_dual))
     return RatioGate(
         "aspo", clip, head=Head.FLIPPED, head_numbers=numbers, source="arXiv 2510.06062", provenance=Provenance.VERIFIED

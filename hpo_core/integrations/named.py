@@ -3,7 +3,7 @@
 
 Trainers read yaml, toml, command lines and environment variables, which hold text and no Python objects. The text is
 one call of a function of :mod:`hpo_core.gates`, :mod:`hpo_core.entropy` or :mod:`hpo_core.advantages`, with numbers,
-strings, None and further calls as arguments. Nothing else is evaluated.
+strings, None, inf and further calls as arguments. Nothing else is evaluated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import math
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -81,6 +82,8 @@ def _made(argument: str, text: str, package: ModuleType) -> Any:
 
 
 def _value(argument: str, text: str, node: ast.expr, package: ModuleType) -> Any:
+    if isinstance(node, ast.Name) and node.id == "inf":
+        return math.inf
     if isinstance(node, ast.Call | ast.Name | ast.Attribute):
         function, arguments, keywords = _parts(argument, text, node, package)
         return function(*arguments, **keywords)
@@ -88,7 +91,7 @@ def _value(argument: str, text: str, node: ast.expr, package: ModuleType) -> Any
         return ast.literal_eval(node)
     except ValueError:
         raise ValueError(
-            f"{argument}: expected numbers, strings, None or calls as arguments, got {ast.unparse(node)!r} in {text!r}"
+            f"{argument}: expected numbers, strings, None, inf or calls, got {ast.unparse(node)!r} in {text!r}"
         ) from None
 
 

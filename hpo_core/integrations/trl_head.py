@@ -47,7 +47,12 @@ def give_head(model: Any, backend: str | None) -> None:
     names of one of its modules, which are ours during such a forward pass.
     """
     bound, head = model.forward, _Head(backend)
-    inner = getattr(bound, "__func__", lambda _, *arguments, **keywords: bound(*arguments, **keywords))
+    if getattr(bound, "__self__", None) is model:
+        inner = bound.__func__
+    else:  # a function in the model's place, which takes no model
+
+        def inner(_: Any, *arguments: Any, **keywords: Any) -> Any:
+            return bound(*arguments, **keywords)
 
     @functools.wraps(type(model).forward)  # generate() compares its arguments with the signature
     def forward(self: Any, *arguments: Any, fused_lm_head: bool = False, **keywords: Any) -> Any:

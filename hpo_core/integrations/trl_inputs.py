@@ -73,9 +73,10 @@ def mask_of(inputs: dict[str, Any]) -> torch.Tensor:
 
 def sampler_of(gate: RatioGate, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | None:
     """What sampled the tokens, ``[B, L]``, for a gate that reads it. A token that vLLM could not score, NaN, takes the
-    policy that corrections compare the sampler with: its ratio there is 1, as in TRL."""
+    policy that corrections compare the sampler with, the current one if any of them does: its ratio there is 1, as in
+    TRL."""
     sampler, old = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
     if sampler is None or not gate.reads_rollout:
         return None
-    current = not gate.needs_rollout and any(each.channel is Channel.TOTAL for each in gate.corrections)
+    current = any(each.channel is Channel.TOTAL for each in gate.corrections)
     return torch.where(sampler.isnan(), logps.detach() if old is None or current else old, sampler)

@@ -96,7 +96,8 @@ def register(
             ``kl_cov_mask``, ``m2po_mask`` ...), or ``functools.partial`` of one, or one of your own that returns
             :class:`~hpo_core.gates.GateInputs`. It is called in each micro-batch with those of ``logp``, ``old_logp``
             (``[T]``, B L of them, without gradient), ``entropy`` (as these; needs ``actor.calculate_entropy``),
-            ``advantages``, ``advantage_level``, ``batch`` and ``seed`` (rollouts so far) that it takes.
+            ``advantages``, ``advantage_level``, ``batch`` and ``seed`` (another in each call and on each
+            data-parallel rank, the same in every run) that it takes.
         entropy: a method, that is an EntropyWindow (``forking_tokens``, ``ares`` ...), a function of
             :mod:`hpo_core.entropy` that returns a Selection (``archer``, ``entropy_advantage``, ``aepo_ruc`` ...), or
             ``functools.partial`` of one, or one of your own. The workers of the actor call it once per rollout, on the
@@ -106,7 +107,8 @@ def register(
             and micro-batches.
         entropy_penalty: a loss term with a gradient through the entropies, such as ``epo`` or ``entropy_band`` with its
             numbers fixed by ``functools.partial``, added to the loss of each micro-batch; called with those of
-            ``entropy`` (``[T]``), ``batch``, ``weights`` and ``seed`` that it takes. Needs ``actor.calculate_entropy``.
+            ``entropy`` (``[T]``), ``batch``, ``weights`` and ``seed`` (as in ``gate_inputs``) that it takes. Needs
+            ``actor.calculate_entropy``.
         kl: a penalty of :mod:`hpo_core.kl` in place of verl's, for entropy methods that weigh it by tokens
             (``archer``). Needs ``actor.use_kl_loss``, with which verl computes the reference, and
             ``actor.kl_loss_coef=0``.
@@ -204,7 +206,7 @@ def _policy_loss(
     if loss.gate_inputs is not None:
         given = made_inputs(
             loss.gate_inputs, log_prob.shape, advantages, logp=log_prob.detach(), old_logp=old_log_prob, batch=batch,
-            entropy=None if entropy is None else entropy.detach(), seed=micro_batch.update,
+            entropy=None if entropy is None else entropy.detach(), seed=micro_batch.seed,
         )  # fmt: skip
     weights = _weights(loss_agg_mode, batch, config.global_batch_info)
     result = policy_loss(
@@ -228,7 +230,7 @@ def _policy_loss(
     )
     total = result.loss
     if loss.entropy_penalty is not None and entropy is not None:
-        taken = {"entropy": entropy.flatten(), "batch": batch, "weights": weights, "seed": micro_batch.update}
+        taken = {"entropy": entropy.flatten(), "batch": batch, "weights": weights, "seed": micro_batch.seed}
         total = total + penalty_of(loss.entropy_penalty, **taken)
     return total, _metrics(result, gate)
 
@@ -304,7 +306,7 @@ def _metrics(result: PolicyLoss, gate: RatioGate) -> dict[str, float]:
     vectors = torch.stack([each.vector for each in (result.metrics, *result.corrections)]).cpu()
     whole, *corrections = map(Metrics, vectors)
     seen = fractions(whole, gate)
-    kept = [float(each["selected"]) / max(float(each["tokens"]), 1.0) for each in corrections]
+    kept = [float(each["selected"] / each["tokens"]) if each["tokens"] > 0 else 1.0 for each in corrections]
     return {
         "actor/pg_clipfrac": seen["clipped"],
         "actor/ppo_kl": seen["kl"],
@@ -398,7 +400,8 @@ def _epsilons(config: Any) -> tuple[float, float]:
 
 def _reading(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
     """The gate, which reads no fields but these."""
-    told = {field: config.get(field, config.policy_loss.get(field)) for field in _UNSET if field not in fields}
+    further = config.get("policy_loss", None) or {}
+    told = {field: config.get(field, further.get(field)) for field in _UNSET if field not in fields}
     given = {field: value for field, value in told.items() if value is not None}
     check_unread(gate, "verl", given, _UNSET, " or choose another loss_mode")
     return gate

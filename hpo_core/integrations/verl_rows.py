@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -43,7 +44,7 @@ class MicroBatch(NamedTuple):
     rollout_logp: torch.Tensor | None = None  # [B, L], as the sampler gave them
     prompts: Sequence[str] | None = None  # verl's uid of each row
     group_rows: Sequence[int] | None = None  # how many rows the update has of each row's prompt
-    update: int = 0  # rollouts that this worker was trained on before
+    seed: int = 0  # another for each call and data-parallel rank, the same in every run
 
     def selection(self) -> Selection | None:
         found = selection_of(self.fields)
@@ -74,7 +75,6 @@ class MicroBatch(NamedTuple):
 
 _NONE = MicroBatch()
 _current: ContextVar[MicroBatch] = ContextVar("micro-batch of the loss that verl computes", default=_NONE)
-_update: ContextVar[int] = ContextVar("rollouts that this worker was trained on before", default=0)
 
 
 def current() -> MicroBatch:
@@ -102,8 +102,13 @@ def install() -> None:
 def _shown(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:
     from verl.workers.utils.padding import no_padding_2_padding  # type: ignore[import-not-found,unused-ignore]
 
+    losses = itertools.count()
+
     @functools.wraps(ppo_loss)
     def shown(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        rank, ranks = 0, 1
+        if dp_group is not None:
+            rank, ranks = torch.distributed.get_rank(dp_group), torch.distributed.get_world_size(dp_group)
         entropy = model_output.get("entropy")
         names = [name for name in (_MASK, *SELECTED, _REFERENCE, _SAMPLER) if name in data]
         fields = data.select(*names).to_padded_tensor() if names else {}
@@ -114,7 +119,7 @@ def _shown(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:
             rollout_logp=fields.get(_SAMPLER),
             prompts=[*data["uid"]] if "uid" in data else None,
             group_rows=[*data[_GROUP_ROWS]] if _GROUP_ROWS in data else None,
-            update=_update.get(),
+            seed=next(losses) * ranks + rank,
         )
         token = _current.set(micro_batch)
         try:
@@ -141,11 +146,7 @@ def _selected(train_mini_batch: Callable[..., Any]) -> Callable[..., Any]:
             _add_selection(METHODS[mode], mode, data, ranks, update)
         if mode in GROUPED and "uid" in data:
             _count_groups(data, ranks)
-        token = _update.set(update)
-        try:
-            return train_mini_batch(self, data)
-        finally:
-            _update.reset(token)
+        return train_mini_batch(self, data)
 
     return selected
 

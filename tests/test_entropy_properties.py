@@ -223,7 +223,7 @@ OF_SIGNALS = [
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize(("call", "name"), OF_SIGNALS)
 def test_a_token_without_a_number_is_as_good_as_masked(call, name, number):
-    """For all others. In its own slots and advantages it has NaN, which the loss counts; in a mask it is False."""
+    """It changes no other token. Its own slots and advantages are NaN, which the loss counts; in a mask it is False."""
     signal = call.arguments[name].clone()
     signal[BROKEN] = number
     whole = call.arguments["batch"]

@@ -79,7 +79,7 @@ def test_means_of_responses_of_the_sources():
 
 
 def test_a_row_without_a_number_gets_nan():
-    """Which the loss counts; 0 only where no token is valid."""
+    """The loss counts NaN; a row gets 0 only where it has no valid token."""
     batch = hpo.PackedBatch.from_lengths([2, 2, 1], mask=torch.tensor([True, True, True, True, False]))
     confidence = torch.tensor([math.nan, 1.0, math.inf])
     assert E.ucas(torch.ones(3), confidence, torch.ones(5), batch).isnan().tolist() == [True, True, False, False, False]

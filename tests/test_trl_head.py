@@ -92,8 +92,8 @@ def test_a_copy_scores_with_its_own_weights():
     assert not torch.equal(scored(model, tokens, tokens)[0], expected[0])
 
 
-def test_a_forward_of_another_object_stays_that_object_s():
-    """As a wrapper's that hands its calls on."""
+def test_a_forward_of_another_object_keeps_its_weights():
+    """A wrapper may have put it there, which hands its calls on."""
     other, model, tokens = model_of(True), model_of(True), torch.arange(12).view(2, 6)
     for parameter in other.parameters():
         parameter.data.mul_(1.5)

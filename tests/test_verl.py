@@ -289,8 +289,8 @@ def test_a_field_that_cannot_be_honoured_is_an_error(name, fields, message):
         call(name, config=actor(name, **fields))
 
 
-def test_a_configuration_without_losses_of_verl_s_will_do():
-    """That of a trainer of one's own."""
+def test_a_configuration_may_lack_the_fields_of_verl_s_losses():
+    """A loop of one's own has no reason to set them."""
     from omegaconf import OmegaConf
 
     clips = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}

@@ -227,7 +227,7 @@ def test_every_loss_of_every_rank_gets_a_seed_of_its_own(monkeypatch):
 def test_clip_cov_draws_other_tokens_in_every_rollout():
     given = {"share": 0.2, "low": 0.0, "high": 50.0}
     hpo_verl.register("hpo_clip_cov", gates.clip_cov(), gate_inputs=functools.partial(gates.clip_cov_mask, **given))
-    assert core_algos.POLICY_LOSS_REGISTRY["hpo_clip_cov"].args[0].reads_rows()  # where rollouts are counted
+    assert core_algos.POLICY_LOSS_REGISTRY["hpo_clip_cov"].args[0].reads_rows()  # then losses are counted
     batch, config = Rollout(), actor("hpo_clip_cov", loss_agg_mode="token-mean")
     first, second = updated(batch, config, SPLITS["whole"], updates=2)
     assert not torch.equal(first[1], second[1])

@@ -72,9 +72,9 @@ def mask_of(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def sampler_of(gate: RatioGate, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | None:
-    """What sampled the tokens, ``[B, L]``, for a gate that reads it. A token that vLLM could not score, NaN, takes the
-    policy that corrections compare the sampler with, the current one if any of them does: its ratio there is 1, as in
-    TRL."""
+    """The sampler's log-probabilities ``[B, L]``, for a gate that reads them. A token that vLLM could not score has NaN
+    and takes that of the policy that corrections compare the sampler with (the current one if any of them does): its
+    ratio is 1 there, as in TRL."""
     sampler, old = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
     if sampler is None or not gate.reads_rollout:
         return None

@@ -122,12 +122,13 @@ inline void spread_kinds(const PolicyLossArgs& args, int n, const Segments& segm
   for (int i = covered; i < n; ++i) kind[i] = kAbsent;
 }
 
-// The factors of a that belong to rows.
+// The coefficient of a row; where advantages are of tokens, only its weight.
 inline float row_coefficient(const PolicyLossArgs& args, int64_t row) {
   return args.weights[row] * (args.advantage_per_token ? 1.0f : args.advantages[row]);
 }
 
-// Whether those of rows with unmasked tokens here are finite: what other rows have must not choose the way of the tile.
+// Whether the coefficients of rows with unmasked tokens here are finite: those of other rows must not choose the way of the
+// tile. The first loop has no branch, because tiles of short rows have many segments.
 inline bool finite_coefficients(const PolicyLossArgs& args, int64_t first, const Segments& segments) {
   bool all_finite = true;
   for (const Segment& segment : segments) all_finite &= finite(row_coefficient(args, segment.row));

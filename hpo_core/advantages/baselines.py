@@ -201,14 +201,21 @@ class GroupHistory(NamedTuple):
         return GroupHistory(*(each.to(device) for each in self))
 
 
-torch.serialization.add_safe_globals([BetaTracker, GroupHistory])
-
-
 class DcpoAdvantages(NamedTuple):
     """What :func:`dcpo` returns."""
 
     advantages: torch.Tensor  # [S] float32
     history: GroupHistory  # with this step in it, for the next one
+
+
+class DeGrpoAdvantages(NamedTuple):
+    """What :func:`de_grpo` returns."""
+
+    advantages: torch.Tensor  # [S] float32
+    utility: torch.Tensor  # [P] with this step in it, for the next one
+
+
+torch.serialization.add_safe_globals([BetaTracker, GroupHistory, DcpoAdvantages, DeGrpoAdvantages])
 
 
 @estimator(Provenance.VERIFIED)
@@ -259,16 +266,6 @@ def dcpo(
     smaller = torch.where(first.abs() <= second.abs(), first, second)
     smaller = torch.where(prompts < history.steps.numel(), smaller, torch.nan)
     return DcpoAdvantages(as_advantages(torch.where(member, smaller, 0.0), rewards, backend), merged)
-
-
-class DeGrpoAdvantages(NamedTuple):
-    """What :func:`de_grpo` returns."""
-
-    advantages: torch.Tensor  # [S] float32
-    utility: torch.Tensor  # [P] with this step in it, for the next one
-
-
-torch.serialization.add_safe_globals([DcpoAdvantages, DeGrpoAdvantages])
 
 
 @estimator(Provenance.VERIFIED)

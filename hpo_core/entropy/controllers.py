@@ -28,9 +28,6 @@ class ControlledCoefficient(NamedTuple):
     coefficient: torch.Tensor  # for the loss of this one
 
 
-torch.serialization.add_safe_globals([ControlledCoefficient])
-
-
 @preset(Provenance.VERIFIED)
 def skywork_coefficient(
     coefficient: torch.Tensor,
@@ -200,7 +197,7 @@ class AresPenalty(NamedTuple):
         return AresPenalty(*(each.to(device) for each in self))
 
 
-torch.serialization.add_safe_globals([AresPenalty])
+torch.serialization.add_safe_globals([ControlledCoefficient, AresPenalty])
 
 
 @preset(Provenance.VERIFIED)

@@ -19,6 +19,7 @@ def _alone(rank, world, folder, function, arguments):
 
 def _rank(rank, world, folder, function, arguments):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=PATIENCE)
+    dist.barrier()  # a rank that ends before the others are connected to it breaks their connection
     _alone(rank, world, folder, function, (rank, *arguments))
     dist.destroy_process_group()
 

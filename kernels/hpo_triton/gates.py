@@ -102,7 +102,7 @@ def clip_tokens(
 
 
 @triton.jit
-def clip_derivative(t, policy, clipped, DROP: tl.constexpr, SCORE_HEAD: tl.constexpr):
+def clip_derivative(policy, clipped, DROP: tl.constexpr, SCORE_HEAD: tl.constexpr):
     """Of the policy term in the log-probability; an infinite log-ratio is not yet left out."""
     derivative = policy.value
     if SCORE_HEAD == False:  # noqa: E712 (a constexpr)
@@ -177,7 +177,7 @@ def _sweep(
         counts = count_tokens(counts, t, gated.below, gated.above, LANES)
 
         policy = policy_term(t, gated.ratio, GATE.score_head)
-        derivative = clip_derivative(t, policy, gated, GATE.token == DROP, GATE.score_head)
+        derivative = clip_derivative(policy, gated, GATE.token == DROP, GATE.score_head)
         derivative = tl.where(t.flows, derivative, 0.0)
 
         c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)

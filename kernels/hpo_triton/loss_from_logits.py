@@ -62,7 +62,7 @@ def _token_gradient(
             GATE.token == DROP,
         )  # fmt: skip
         policy = policy_term(t, clipped.ratio, GATE.score_head)
-        derivative = clip_derivative(t, policy, clipped, GATE.token == DROP, GATE.score_head)
+        derivative = clip_derivative(policy, clipped, GATE.token == DROP, GATE.score_head)
         derivative = tl.where(t.flows, derivative, 0.0)
         c = None if inputs.kl_weight is None else load(inputs.kl_weight, token, tokens, False, False)
         _, _, derivative = with_penalty(t, c, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient)

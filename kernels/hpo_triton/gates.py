@@ -226,7 +226,7 @@ def policy_loss(
         _sweep, programs, *up_to(inputs, "high"), inputs.kl_weight, inputs.correction_first, inputs.correction_second,
         rule_bounds_of(spec.correction), seen, sums, grad, token_loss, tokens, rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
-        READING=reading, GATE=gate_of(inputs, spec), TILE=TILE, LANES=LANES,
+        READING=reading, GATE=gate_of(spec), TILE=TILE, LANES=LANES,
         maxnreg=LIGHT_REGISTERS if light else MOST_REGISTERS,
     )  # fmt: skip
     finalise(sums, seen, loss, metrics, rows)
@@ -238,15 +238,17 @@ def influential(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[PolicyL
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
         spec = spec._replace(token_low=NO_LOW, token_high=NO_HIGH, token_log_low=NO_LOG_LOW, token_log_high=NO_HIGH)
+    if inputs.ref_logp is None:
+        spec = spec._replace(kl=KLEstimator.NONE, kl_gradient=KLGradient.VALUE)
     return inputs, spec
 
 
-def gate_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Gate:
+def gate_of(spec: PolicyLossSpec) -> Gate:
     return Gate(
         token=int(TokenGate.DROP if spec.token is TokenGate.DROP else TokenGate.CLIP),
         score_head=spec.head is Head.SCORE,
-        kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
-        kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
+        kl=int(spec.kl),
+        kl_gradient=int(spec.kl_gradient),
     )
 
 

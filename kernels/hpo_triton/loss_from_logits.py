@@ -200,8 +200,8 @@ def loss_from_logits(
         inputs.threshold, inputs.token_mask, inputs.token_weight, inputs.low, inputs.high, inputs.target,
         inputs.penalty_mask, inputs.kl_weight, pre_of(spec), numbers_of_term(spec.term), *numbers_of(rows, layout),
         *strides, inputs.weights.numel(), *low, *high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
-        READING=reading_of(inputs, spec)._replace(aligned=False), GATE=None if of_term else gate_of(inputs, spec),
-        SHAPE=shape_of(inputs, spec, True) if of_term else None,
+        READING=reading_of(inputs, spec)._replace(aligned=False), GATE=None if of_term else gate_of(spec),
+        SHAPE=shape_of(spec, True) if of_term else None,
         ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(into, *strides), LANES=LANES, CHUNKS=CHUNKS,
         BLOCK=BLOCK, num_warps=NUM_WARPS, maxnreg=REGISTERS,
     )  # fmt: skip

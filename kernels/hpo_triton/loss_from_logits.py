@@ -183,9 +183,7 @@ def loss_from_logits(
     if rows.floors is not None:
         return None
     logits, layout = rows.at_two_strides()
-    inner, *strides = layout
-    if into is not logits:
-        strides = [inner * logits.shape[-1], logits.shape[-1]]
+    strides = rows.strides_of(into, logits, layout)
     programs = _programs(logits, rows.targets.numel())
     if programs == 0:
         return None

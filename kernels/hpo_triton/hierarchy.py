@@ -33,7 +33,7 @@ from ..specs import (
 )
 from .correction_rules import rule_bounds_of, with_correction
 from .fixed_point import exponent_of
-from .flows import LARGEST_FLOW, deliver_gradient
+from .flows import LARGEST_FLOW, THROUGH, deliver_gradient
 from .gated_levels import KINDS, Shape
 from .hierarchy_tokens import differentiate_tokens, gate_tokens, token_bound
 from .launch import REGISTERS, kernel, launch, programs_for
@@ -54,8 +54,6 @@ from .sums import (
 )
 from .terms import Pre, numbers_of, pre_of, term_of
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of, up_to
-
-THROUGH = tl.constexpr(int(Routing.THROUGH))
 
 
 @triton.jit

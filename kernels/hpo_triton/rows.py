@@ -195,6 +195,6 @@ def tokens_of_slots(begins, ends, row, rows, tokens, slot, SLOT: tl.constexpr, A
 
 
 @triton.jit
-def slot_tokens(cu_seqlens, rows, tokens, slot, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+def slot_tokens(cu_seqlens, rows, tokens, slot, SLOT: tl.constexpr):
     row = slot_owner(cu_seqlens, rows, tokens, slot, SLOT)
-    return tokens_of_slots(cu_seqlens, cu_seqlens + 1, row, rows, tokens, slot, SLOT, ALIGN)
+    return tokens_of_slots(cu_seqlens, cu_seqlens + 1, row, rows, tokens, slot, SLOT, 1)

@@ -32,19 +32,15 @@ def test_every_preset_is_tried():
     assert presets - OTHERS <= METHODS.keys()
 
 
-def flat(result):
-    return tensors_of([each for each in result if each is not None] if isinstance(result, tuple) else result)
-
-
 def run(method, step, group=None, cut=True):
     """The result for the step, or this rank's part of it, and that of its rows one by one where there is one."""
     if method.fit is None:
-        return flat(method.run(step, group)), None
+        return tensors_of(method.run(step, group)), None
     state = method.fit(step, group)
-    whole = flat(method.apply(step, state))
+    whole = tensors_of(method.apply(step, state))
     if method.level == "step of training" or not cut:
         return whole, None
-    rows = [flat(method.apply(step.select([row]), state)) for row in range(step.batch.rows)]
+    rows = [tensors_of(method.apply(step.select([row]), state)) for row in range(step.batch.rows)]
     return whole, [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
 
@@ -208,7 +204,9 @@ def test_the_number_of_threads_does_not_matter(large, name):
         for threads in (1, 3):
             torch.set_num_threads(threads)
             found.append(
-                flat(method.run(large, None) if method.fit is None else method.apply(large, method.fit(large, None)))
+                tensors_of(
+                    method.run(large, None) if method.fit is None else method.apply(large, method.fit(large, None))
+                )
             )
     finally:
         torch.set_num_threads(before)

@@ -4,13 +4,12 @@ to the bit, and other numbers, unless they come from sums that ranks round."""
 import functools
 import inspect
 import itertools
-from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from entropy_steps import LENGTHS, METHODS, PENALTIES, SHARES, drawn
-from ranks import on_ranks
+from ranks import count_collectives, on_ranks
 from valid_calls import tensors_of
 
 import hpo_core as hpo
@@ -52,22 +51,7 @@ def alone(name, kind):
 def compute(rank, names=tuple(METHODS), kinds=KINDS, shares=tuple(SHARES)):
     """What a rank finds for each number of processes that share the step, and the collectives of each call."""
     groups = {world: dist.new_group(list(range(world))) for world in shares}
-    found, calls = {}, Counter()
-
-    def counted(name):
-        function = getattr(dist, name)
-
-        @functools.wraps(function)
-        def call(*arguments, **keywords):
-            own = arguments[1] if name == "all_gather" else arguments[0]
-            calls[name] += 1
-            calls["bytes"] += own.numel() * own.element_size()
-            calls["largest"] = max(calls["largest"], own.numel() * own.element_size())
-            return function(*arguments, **keywords)
-
-        return call
-
-    dist.all_reduce, dist.all_gather = counted("all_reduce"), counted("all_gather")
+    found, calls = {}, count_collectives()
     for world, kind, name in itertools.product(shares, kinds, names):
         if rank < world:
             step = drawn(kind).select(SHARES[world][rank])

@@ -33,7 +33,7 @@ from .correction_rules import rule_bounds_of, with_correction
 from .corrections import correction
 from .launch import kernel, launch, programs_for
 from .math import clamp, exp
-from .rows import TILE, load, row_of_token, row_range, store
+from .rows import TILE, load, places_of_tile, store
 from .scale import scale  # noqa: F401 (an op of its own)
 from .sums import (
     COLUMNS,
@@ -163,9 +163,7 @@ def _sweep(
         whole = start + TILE <= tokens
         token = start + tl.arange(0, TILE)
         loaded = load_tokens(inputs, token, tokens, whole, READING)
-        row = row_of_token(cu_seqlens, rows, tokens, start, TILE)
-        range_ = row_range(cu_seqlens, row, rows, tokens)
-        inside = (token >= range_.begin) & (token < range_.end)
+        row, _, inside = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
         loaded = with_correction(loaded, inputs, rule_bounds, row, rows, token, tokens, whole, READING)
         t = read_tokens(inputs, loaded, row, rows, inside, READING)
         tl.store(seen + row, tl.full([TILE], 1, tl.uint8), mask=t.valid)

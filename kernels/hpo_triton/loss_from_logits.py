@@ -35,7 +35,7 @@ from .logits_rows import (
     write_gradient,
 )
 from .logprobs import numbers_of, rows_aligned
-from .rows import load, row_range, rows_of_few
+from .rows import load, places_of_few
 from .sums import policy_term, with_penalty
 from .terms import numbers_of as numbers_of_term
 from .terms import pre_of
@@ -52,9 +52,7 @@ def _token_gradient(
 ):  # fmt: skip
     """d loss / d logp of the tokens ``[1]``, as the sweeps of policy_loss compute it."""
     loaded = load_constants(inputs, logp, token, tokens, False, READING)
-    row = rows_of_few(inputs.cu_seqlens, rows, tokens, token)
-    range_ = row_range(inputs.cu_seqlens, row, rows, tokens)
-    inside = (token >= range_.begin) & (token < range_.end)
+    row, _, inside = places_of_few(inputs.cu_seqlens, rows, tokens, token)
     t = read_tokens(inputs, loaded, row, rows, inside, READING)
     if SHAPE is None:
         clipped = clip_tokens(

@@ -383,7 +383,7 @@ class Native:
         entropy = torch.empty_like(logp) if kept > 2 else None
         statistics = logp.new_empty((kept, logp.numel()))
         logits, call = _logits(rows)
-        self._call(self.module.token_logprobs, logits, *call, kept, logp, entropy, statistics)
+        self._call(self.module.token_logprobs, logits, call, kept, logp, entropy, statistics)
         return logp, entropy, statistics
 
     def token_logprobs_backward(
@@ -400,7 +400,7 @@ class Native:
         logits, call = _logits(rows)
         grad = self.uninitialised(logits.shape, logits.dtype, logits.device) if into is None else into
         self._call(
-            self.module.token_logprobs_backward, logits, *call, statistics, logp_gradient, entropy_gradient, grad,
+            self.module.token_logprobs_backward, logits, call, statistics, logp_gradient, entropy_gradient, grad,
             *rows.strides_of(grad, logits, call[1]),
         )  # fmt: skip
         return grad
@@ -419,7 +419,7 @@ class Native:
         entropy = torch.empty_like(logp)
         levels = self._levels(spec) if spec.is_hierarchical else None
         done = self._call(
-            self._loss_from_logits, logits, *call, self._spec(spec), levels, tokens, inputs.weights.numel(), inputs,
+            self._loss_from_logits, logits, call, self._spec(spec), levels, tokens, inputs.weights.numel(), inputs,
             logp, entropy, into, *rows.strides_of(into, logits, call[1]),
         )  # fmt: skip
         return (logp, entropy) if done else None

@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 from matplotlib import pyplot
 from matplotlib.lines import Line2D
 
+from hpo_core.plot.canvas import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
+
 pyplot.switch_backend("agg")
 
 DOCS = Path(__file__).parents[1] / "docs"
 
-# Okabe and Ito's colours, which readers with any colour vision tell apart.
-BLUE, ORANGE, GREEN, RED, SKY, PURPLE, YELLOW = (
-    "#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#f0e442",
-)  # fmt: skip
 GREY = "#999999"
 
 

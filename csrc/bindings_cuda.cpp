@@ -25,13 +25,11 @@ PYBIND11_MODULE(HPO_MODULE, m) {
     return hpo_loss_from_logits_blocks(&args);
   });
   // Whether it was launched: not where the rows are too long for the cache. levels: None where the gate has no term.
-  m.def("loss_from_logits", [](std::array<int64_t, 4> shape, std::array<int64_t, 3> layout, Address logits, int type,
-                               Address targets, Address temperatures, double temperature, int64_t ignore_index, Address floors,
-                               const PolicyLossSpec& spec, const Hierarchy* levels, int64_t tokens, int64_t rows,
-                               const py::tuple& inputs, Address logp, Address entropy, Address grad, int64_t grad_outer_stride,
-                               int64_t grad_inner_stride, int64_t context) {
+  m.def("loss_from_logits", [](const py::tuple& logit_rows, const PolicyLossSpec& spec, const Hierarchy* levels, int64_t tokens,
+                               int64_t rows, const py::tuple& inputs, Address logp, Address entropy, Address grad,
+                               int64_t grad_outer_stride, int64_t grad_inner_stride, int64_t context) {
     LogprobsBackwardArgs of_logits{};
-    of_logits.given = make_logprobs(shape, layout, logits, type, targets, temperatures, temperature, ignore_index, floors);
+    of_logits.given = make_logprobs(logit_rows);
     of_logits.given.kept = 3;
     of_logits.given.logp = pointer<float>(logp);
     of_logits.given.entropy = pointer<float>(entropy);

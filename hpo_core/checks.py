@@ -213,6 +213,13 @@ def check_units(**given: torch.Tensor | None) -> None:
         check_device(name, tensor, first.device, first_name)
 
 
+def check_places(name: str, places: torch.Tensor, units: torch.Tensor) -> None:
+    """One place ``[S]`` for every unit."""
+    check_dtype(name, places, INTEGERS, "places are integers")
+    check_shape(name, places, units.shape, "[S] (one per unit)")
+    check_device(name, places, units.device, "the units")
+
+
 def check_tokens(batch: Any, **given: torch.Tensor | None) -> None:
     """:func:`check_units` for one value per token of a batch, ``[T]``."""
     for name, tensor in given.items():

@@ -78,7 +78,9 @@ def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.
     >>> merge(parts)
     LogprobState(top=tensor([2.]), others=tensor([0.5530]), distance=tensor([0.5073]), target_logit=tensor([1.]))
     """
-    states = [_checked_state(f"states[{at}]", state) for at, state in enumerate(_checked_sequence(states))]
+    is_sequence = isinstance(states, list | tuple) and not isinstance(states, LogprobState) and len(states) > 0
+    require_type(is_sequence, "states: expected a list of at least one LogprobState, got {}", type(states))
+    states = [_checked_state(f"states[{at}]", state) for at, state in enumerate(states)]
     top = states[0].top
     for at, state in enumerate(states):
         check_shape(f"states[{at}]", state.top, top.shape, "[...] (that of the first)")
@@ -204,12 +206,6 @@ def _checked_rows(
         logits, targets.to(torch.int64).contiguous(), None if each is None else each.contiguous(), number,
         ignore_index, None, first, vocabulary,
     )  # fmt: skip
-
-
-def _checked_sequence(states: Sequence[LogprobState]) -> Sequence[LogprobState]:
-    is_sequence = isinstance(states, list | tuple) and not isinstance(states, LogprobState) and len(states) > 0
-    require_type(is_sequence, "states: expected a list of at least one LogprobState, got {}", type(states))
-    return states
 
 
 def _checked_state(name: str, state: LogprobState) -> LogprobState:

@@ -295,9 +295,8 @@ def _run(prepared: Prepared, process_group: torch.distributed.ProcessGroup | Non
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, wants_tokens, exchange)
     metrics = observed(vector, process_group)
     levels = _levels(inputs, spec, metrics, exchange) if wants_levels else None
-    if tokens is None or not wants_tokens:
-        return PolicyLoss(loss, metrics, None, levels, corrections)
-    return PolicyLoss(loss, metrics, tokens.reshape(inputs.logp.shape), levels, corrections)
+    of_tokens = tokens.reshape(inputs.logp.shape) if wants_tokens else None
+    return PolicyLoss(loss, metrics, of_tokens, levels, corrections)
 
 
 def _copy_of_inference(value: Any) -> Any:

@@ -383,7 +383,7 @@ class Native:
         entropy = torch.empty_like(logp) if kept > 2 else None
         statistics = logp.new_empty((kept, logp.numel()))
         logits, call = _logits(rows)
-        self._call(self.module.token_logprobs, logits, *call, kept, logp, entropy, statistics)
+        self._call(self.module.token_logprobs, logits, call, kept, logp, entropy, statistics)
         return logp, entropy, statistics
 
     def token_logprobs_backward(
@@ -398,12 +398,10 @@ class Native:
         ``into`` the logits, whose rows then lie at two strides at most, or into a contiguous tensor (None: a new one).
         """
         logits, call = _logits(rows)
-        _, (inner, *strides), *_ = call
         grad = self.uninitialised(logits.shape, logits.dtype, logits.device) if into is None else into
-        outer_stride, inner_stride = strides if grad is logits else (inner * logits.shape[-1], logits.shape[-1])
         self._call(
-            self.module.token_logprobs_backward, logits, *call, statistics, logp_gradient, entropy_gradient, grad,
-            outer_stride, inner_stride,
+            self.module.token_logprobs_backward, logits, call, statistics, logp_gradient, entropy_gradient, grad,
+            *rows.strides_of(grad, logits, call[1]),
         )  # fmt: skip
         return grad
 
@@ -416,16 +414,13 @@ class Native:
         if self._loss_from_logits is None or rows.floors is not None:
             return None
         logits, call = _logits(rows)
-        inner, *strides = call[1]
-        if into is not logits:
-            strides = [inner * logits.shape[-1], logits.shape[-1]]
         tokens = rows.targets.numel()
         logp = torch.empty(tokens, dtype=torch.float32, device=logits.device)
         entropy = torch.empty_like(logp)
         levels = self._levels(spec) if spec.is_hierarchical else None
         done = self._call(
-            self._loss_from_logits, logits, *call, self._spec(spec), levels, tokens, inputs.weights.numel(), inputs,
-            logp, entropy, into, *strides,
+            self._loss_from_logits, logits, call, self._spec(spec), levels, tokens, inputs.weights.numel(), inputs,
+            logp, entropy, into, *rows.strides_of(into, logits, call[1]),
         )  # fmt: skip
         return (logp, entropy) if done else None
 

@@ -43,6 +43,7 @@ if ON_GPU:
     for on_gpu in ("cuda", "triton"):
         carry(on_gpu)
 
+os.environ.pop("HPO_GATE", None)  # of trainers; a test sets its own
 NAMED = [name for name in os.environ.get("HPO_CORE_TEST_BACKENDS", "").split(",") if name]
 NATIVE = NAMED or [name for name, available in hpo.backends().items() if available and name != "reference"]
 

@@ -1,7 +1,9 @@
-"""Modules that are imported at their first use in a test, so that collection does not wait for trainers."""
+"""Modules that are imported at their first use in a test, so that collection does not wait for them."""
 
+import functools
 import importlib
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,16 @@ class Lazy:
 
     def module(self):
         return importlib.import_module(self._name)
+
+
+@functools.cache
+def script(path):
+    """The module of a file that is in no package, by its path in the repository."""
+    path = Path(__file__).parents[1] / path
+    spec = importlib.util.spec_from_file_location(f"hpo_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def skip_without(name):

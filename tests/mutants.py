@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from compiled import locked
+from lazily import script
 
 import hpo_core
 from hpo_core.native import Native
@@ -222,12 +223,8 @@ def forget_backends() -> None:
 # ------------------------------------------------------------------------------------------------------------- killers
 
 
-@functools.cache
 def module_of_tests(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"mutants_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(f"tests/{name}.py")
 
 
 def killer(test: str, arguments: dict[str, Any]) -> Callable[[], Any]:

@@ -99,6 +99,17 @@ def on_random_batches(test):
     return run
 
 
+# The batch that the sources' worked numbers share: three responses, the last of which is shorter than a window.
+SHARED = torch.tensor(
+    [.05, .10, 1.20, .90, .80, .70, .02, .03, .01, .04, .40, .02, .01, 1.50, .03, .02, .60, .30, .90]
+)  # fmt: skip
+BATCH = hpo.PackedBatch.from_lengths([10, 6, 3])
+
+
+def places(mask):
+    return mask.nonzero().flatten().tolist()
+
+
 def close(got, expected, tolerance=1e-6):
     expected = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(got.detach().cpu().double(), expected, rtol=tolerance, atol=tolerance)

@@ -1,8 +1,10 @@
 """Processes that are forked from this one, so that modules need not be imported again."""
 
 import datetime
+import functools
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,27 @@ def on_ranks(world, function, *arguments):
 def apart(function, *arguments):
     """The result of ``function(*arguments)``, which uses no CUDA, in a process of its own: nothing of it stays here."""
     return _results(_alone, 1, function, arguments)[0]
+
+
+def count_collectives():
+    """All-reduces and gathers of this process from now on: their numbers, and the bytes of all and of the largest."""
+    calls = Counter()
+
+    def counted(name):
+        function = getattr(dist, name)
+
+        @functools.wraps(function)
+        def call(*arguments, **keywords):
+            own = arguments[1] if name == "all_gather" else arguments[0]
+            calls[name] += 1
+            calls["bytes"] += own.numel() * own.element_size()
+            calls["largest"] = max(calls["largest"], own.numel() * own.element_size())
+            return function(*arguments, **keywords)
+
+        return call
+
+    dist.all_reduce, dist.all_gather = counted("all_reduce"), counted("all_gather")
+    return calls
 
 
 def forget(*packages):

@@ -41,11 +41,6 @@ def areal():
         yield importlib.import_module("areal.trainer.ppo.actor")
 
 
-@pytest.fixture(autouse=True)
-def no_gate_in_the_environment(monkeypatch):
-    monkeypatch.delenv("HPO_GATE", raising=False)
-
-
 def inputs(batch, packed):
     names = {"logprobs": batch.rollout, "prox_logp": batch.old, "advantages": batch.advantages, "loss_mask": batch.mask}
     made = {name: batch.packed(value) if packed else value.clone() for name, value in names.items()}

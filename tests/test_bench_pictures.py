@@ -1,11 +1,10 @@
 """The pictures of speed and of learning in the manual: they show what the pages say, and the scripts draw them."""
 
-import functools
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from lazily import script
 
 pytest.importorskip("matplotlib")
 
@@ -13,25 +12,18 @@ ROOT = Path(__file__).parents[1]
 PAGES = {"step_time.png": "trl_measured.md", "cpu_floors.png": "benchmarks.md", "gpu_model.png": "benchmarks.md"}
 
 
-@functools.cache
-def script(name):
-    spec = importlib.util.spec_from_file_location(f"hpo_{name}", ROOT / f"bench/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", PAGES)
 def test_a_picture_shows_the_numbers_of_its_page(name):
-    _, numbers = script("speed_pictures").PICTURES[name]
+    pictures = script("bench/speed_pictures.py")
+    _, numbers = pictures.PICTURES[name]
     picture = (ROOT / "docs/pictures" / name).read_bytes()
-    assert script("speed_pictures").digest(numbers()).encode() in picture, "run: python bench/speed_pictures.py"
+    assert pictures.digest(numbers()).encode() in picture, "run: python bench/speed_pictures.py"
     assert picture.startswith(b"\x89PNG") and len(picture) < 120_000
     assert f"(pictures/{name})" in (ROOT / "docs" / PAGES[name]).read_text()
 
 
 def test_the_parts_of_a_step_add_up_to_the_whole_of_the_page():
-    (_, parts), page = script("speed_pictures").parts_of_a_step(), (ROOT / "docs/trl_measured.md").read_text()
+    (_, parts), page = script("bench/speed_pictures.py").parts_of_a_step(), (ROOT / "docs/trl_measured.md").read_text()
     (whole,) = [line.split("|") for line in page.splitlines() if line.startswith("| whole |")]
     for at in (1, 2):
         said = float(whole[at + 1].split()[0])
@@ -40,7 +32,7 @@ def test_the_parts_of_a_step_add_up_to_the_whole_of_the_page():
 
 def test_floors_of_peers_are_times_the_call_with_autograd():
     # docs/benchmarks_losses.md: 0.353 ms, 0.241 without autograd, 2.35 floors, eager 65.1x
-    (case,) = [case for case in script("speed_pictures").losses() if case.name == "ppo_clip"]
+    (case,) = [case for case in script("bench/speed_pictures.py").losses() if case.name == "ppo_clip"]
     assert case.ours == 2.35
     assert case.with_autograd == pytest.approx(2.35 * 0.353 / 0.241)
     assert case.peers["eager PyTorch"] == pytest.approx(65.1 * case.with_autograd)
@@ -48,7 +40,7 @@ def test_floors_of_peers_are_times_the_call_with_autograd():
 
 def test_the_gpu_model_is_that_of_the_page_of_log_probabilities():
     """8,192 rows of 151,936 logits: 10.4 instructions a logit take 0.56 to 0.69 ms, two bytes of each 0.83 ms."""
-    model, logits = script("speed_pictures"), 8192 * 151_936
+    model, logits = script("bench/speed_pictures.py"), 8192 * 151_936
     slow, fast = (1e3 * logits * 10.4 / share for share in model.ISSUED)
     assert (round(fast, 2), round(slow, 2)) == (0.56, 0.69)
     assert round(1e3 * logits * 2 / model.BYTES_A_SECOND, 2) == 0.83
@@ -61,7 +53,7 @@ def test_a_preset_takes_what_its_kernels_do():
         for line in page.splitlines()
         if line.startswith("| `sweep<0, 0>` |") and len(line.split("|")) == 13
     ]
-    first = script("speed_pictures").gpu_presets()[0]
+    first = script("bench/speed_pictures.py").gpu_presets()[0]
     assert first.name.startswith("reinforce, ppo_clip")
     ((kernel, issue, memory),) = first.kernels
     assert kernel == "sweep<0, 0>"
@@ -70,7 +62,7 @@ def test_a_preset_takes_what_its_kernels_do():
 
 
 def test_a_table_that_a_page_lacks_is_an_error(tmp_path, monkeypatch):
-    model = script("speed_pictures")
+    model = script("bench/speed_pictures.py")
     monkeypatch.setattr(model, "DOCS", tmp_path)
     (tmp_path / "trl_measured.md").write_text(
         "| | GRPOTrainer | HPOTrainer | ratio |\n|---|---|---|---|\n| a | 1 s | 2 s | 2 |\n"
@@ -80,13 +72,13 @@ def test_a_table_that_a_page_lacks_is_an_error(tmp_path, monkeypatch):
 
 
 def test_the_pictures_of_speed_are_drawn(tmp_path, capsys):
-    script("speed_pictures").main(["--output", str(tmp_path)])
+    script("bench/speed_pictures.py").main(["--output", str(tmp_path)])
     assert capsys.readouterr().out.count("written") == len(PAGES)
     assert {path.name for path in tmp_path.iterdir()} == set(PAGES)
 
 
 def test_curves_are_smoothed_over_the_last_ten_and_have_the_error_of_their_seeds():
-    curves = script("curve_pictures")
+    curves = script("bench/curve_pictures.py")
     assert curves.smoothed(range(12)) == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5.5, 6.5]
     mean, error = curves.over_seeds([[0.0, 1.0], [1.0, 1.0], [2.0, 1.0]])
     assert mean == [1, 1] and error == pytest.approx([3**-0.5, 0])
@@ -108,7 +100,7 @@ def results_in(folder):
 
 def test_learning_curves_are_those_of_the_runs(tmp_path, capsys):
     results_in(tmp_path)
-    curves = script("curve_pictures")
+    curves = script("bench/curve_pictures.py")
     first = {name: [curve[0] for curve in of_seeds] for name, of_seeds in curves.trainers(tmp_path).items()}
     assert first == {
         "GRPOTrainer": [0.0, 0.03], "HPOTrainer": [0.01, 0.04], "GRPOTrainer, nudged (control)": [0.02, 0.05],

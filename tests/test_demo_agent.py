@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from lazily import script
 
 pytest.importorskip("matplotlib")
-
-SCRIPT = Path(__file__).parents[1] / "examples" / "demo_agent.py"
 
 
 @pytest.fixture(scope="module")
 def demo():
-    spec = importlib.util.spec_from_file_location("demo_agent", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("examples/demo_agent.py")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 from breadth import at_length, at_most, few, tried  # noqa: F401 (the first is a fixture)
 from hypothesis import strategies as st
+from naive_entropy import BATCH, SHARED, places
 
 import hpo_core as hpo
 from hpo_core import entropy, testing
@@ -222,22 +223,11 @@ def test_order_of_blocks_and_threads_does_not_matter(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------ entropy windows
-# The shared worked batch of the methods' notes: responses of 10, 6 and 3 tokens.
-
-H = [
-    *(0.05, 0.10, 1.20, 0.90, 0.80, 0.70, 0.02, 0.03, 0.01, 0.04),
-    *(0.40, 0.02, 0.01, 1.50, 0.03, 0.02),
-    *(0.60, 0.30, 0.90),
-]  # fmt: skip
 
 
 def worked(backend):
     device = testing.device_of(backend)
-    return torch.tensor(H, device=device), hpo.PackedBatch.from_lengths([10, 6, 3]).to(device)
-
-
-def kept(mask):
-    return mask.nonzero().flatten().tolist()
+    return SHARED.to(device), BATCH.to(device)
 
 
 def test_worked_forking_tokens(backend):
@@ -246,7 +236,7 @@ def test_worked_forking_tokens(backend):
     state = window.fit(values, batch, backend=backend)
     assert state.threshold.item() == torch.tensor(0.9).item() and state.population.item() == 19
     mask = window.apply(values, batch, state, backend=backend)
-    assert kept(mask) == [2, 3, 13, 18]
+    assert places(mask) == [2, 3, 13, 18]
     # The loss at ratio 1, divided by the selected tokens as in the paper, and by all valid ones as in TRL.
     advantages = torch.tensor([1.2, -0.8, 0.0], device=values.device)
     for weights, loss in (
@@ -281,11 +271,11 @@ def test_worked_ares(backend):
     values, batch = worked(backend)
     tokens = EntropyWindow("token quantile", Fraction(19, 20))  # appendix H: 95 % of all tokens, the order statistic
     state = tokens.fit(values, batch, backend=backend)
-    assert kept(tokens.apply(values, batch, state, backend=backend)) == [13]
+    assert places(tokens.apply(values, batch, state, backend=backend)) == [13]
     half = ares(4, "0.5")  # ten full windows; index ceil(.5 * 9) = 5
     state = half.fit(values, batch, backend=backend)
     assert state.population.item() == 10 and state.threshold.item() == pytest.approx(0.4825, abs=1e-6)
-    assert kept(half.apply(values, batch, state, backend=backend)) == [0, 1, 2, 3, 10]
+    assert places(half.apply(values, batch, state, backend=backend)) == [0, 1, 2, 3, 10]
 
 
 @pytest.mark.usefixtures("at_length")
@@ -336,7 +326,7 @@ def test_width_one_is_the_token_rule(backend):
     one, tokens = ares(width=1), forking_tokens("0.05")
     states = [window.fit(values, batch, backend=backend) for window in (one, tokens)]
     assert torch.equal(states[0].threshold, states[1].threshold)
-    assert torch.equal(score(backend, row(H, 0, 0)), torch.tensor(H))
+    assert torch.equal(score(backend, row(SHARED.tolist(), 0, 0)), SHARED)
 
 
 @hypothesis.given(layout=testing.layouts(longest=10))

@@ -4,13 +4,12 @@ to the bit, and other numbers, unless they come from sums that ranks round."""
 import functools
 import inspect
 import itertools
-from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from entropy_steps import LENGTHS, METHODS, PENALTIES, SHARES, drawn
-from ranks import on_ranks
+from ranks import count_collectives, on_ranks
 from valid_calls import tensors_of
 
 import hpo_core as hpo
@@ -32,19 +31,15 @@ def test_every_preset_is_tried():
     assert presets - OTHERS <= METHODS.keys()
 
 
-def flat(result):
-    return tensors_of([each for each in result if each is not None] if isinstance(result, tuple) else result)
-
-
 def run(method, step, group=None, cut=True):
     """The result for the step, or this rank's part of it, and that of its rows one by one where there is one."""
     if method.fit is None:
-        return flat(method.run(step, group)), None
+        return tensors_of(method.run(step, group)), None
     state = method.fit(step, group)
-    whole = flat(method.apply(step, state))
+    whole = tensors_of(method.apply(step, state))
     if method.level == "step of training" or not cut:
         return whole, None
-    rows = [flat(method.apply(step.select([row]), state)) for row in range(step.batch.rows)]
+    rows = [tensors_of(method.apply(step.select([row]), state)) for row in range(step.batch.rows)]
     return whole, [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
 
@@ -56,22 +51,7 @@ def alone(name, kind):
 def compute(rank, names=tuple(METHODS), kinds=KINDS, shares=tuple(SHARES)):
     """What a rank finds for each number of processes that share the step, and the collectives of each call."""
     groups = {world: dist.new_group(list(range(world))) for world in shares}
-    found, calls = {}, Counter()
-
-    def counted(name):
-        function = getattr(dist, name)
-
-        @functools.wraps(function)
-        def call(*arguments, **keywords):
-            own = arguments[1] if name == "all_gather" else arguments[0]
-            calls[name] += 1
-            calls["bytes"] += own.numel() * own.element_size()
-            calls["largest"] = max(calls["largest"], own.numel() * own.element_size())
-            return function(*arguments, **keywords)
-
-        return call
-
-    dist.all_reduce, dist.all_gather = counted("all_reduce"), counted("all_gather")
+    found, calls = {}, count_collectives()
     for world, kind, name in itertools.product(shares, kinds, names):
         if rank < world:
             step = drawn(kind).select(SHARES[world][rank])
@@ -208,7 +188,9 @@ def test_the_number_of_threads_does_not_matter(large, name):
         for threads in (1, 3):
             torch.set_num_threads(threads)
             found.append(
-                flat(method.run(large, None) if method.fit is None else method.apply(large, method.fit(large, None)))
+                tensors_of(
+                    method.run(large, None) if method.fit is None else method.apply(large, method.fit(large, None))
+                )
             )
     finally:
         torch.set_num_threads(before)

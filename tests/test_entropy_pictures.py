@@ -1,13 +1,12 @@
 """The pictures of docs/entropy_explained.md: what they show, and that the script draws them."""
 
-import functools
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from lazily import script
 
 pytest.importorskip("matplotlib")
 
@@ -16,12 +15,8 @@ SCRIPT = ROOT / "examples/entropy_pictures.py"
 NAMES = ("entropy_windows.png", "entropy_slots.png")
 
 
-@functools.cache
 def pictures():
-    spec = importlib.util.spec_from_file_location("hpo_entropy_pictures", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(SCRIPT)
 
 
 def test_the_page_shows_pictures_that_are_small():

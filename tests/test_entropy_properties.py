@@ -45,10 +45,6 @@ def mapped(arguments, of_tokens, of_rows, batch=None):
     return {name: change(name, value) for name, value in arguments.items()}
 
 
-def flat(result):
-    return tensors_of([each for each in result if each is not None] if isinstance(result, tuple) else result)
-
-
 def test_there_are_many_presets():
     assert len(PRESETS) > 40
 
@@ -62,8 +58,8 @@ def test_masked_tokens_are_not_read(call):
             changed[MASKED] = poison if values.is_floating_point() else not values[MASKED]
             return changed
 
-        got = flat(call.run(mapped(call.arguments, poisoned, lambda values: values)))
-        for one, other in zip(got, flat(call.run()), strict=True):
+        got = tensors_of(call.run(mapped(call.arguments, poisoned, lambda values: values)))
+        for one, other in zip(got, tensors_of(call.run()), strict=True):
             assert torch.equal(one, other)
 
 
@@ -73,8 +69,10 @@ def test_the_order_of_rows_does_not_matter(call):
         return
     order = torch.tensor([2, 0, 1])
     part, tokens = call.arguments["batch"].select(order)
-    got = flat(call.run(mapped(call.arguments, lambda values: values[tokens], lambda values: values[order], part)))
-    for one, other in zip(got, flat(call.run()), strict=True):
+    got = tensors_of(
+        call.run(mapped(call.arguments, lambda values: values[tokens], lambda values: values[order], part))
+    )
+    for one, other in zip(got, tensors_of(call.run()), strict=True):
         if other.shape == (TOKENS,):
             other = other[tokens]
         elif other.shape == (ROWS,) and call.function.__name__ not in ("fit_pivot", "ares_scales", "ares_targets"):
@@ -96,12 +94,12 @@ LOCAL = {
 )
 def test_micro_batches_have_the_bits_of_the_whole(call):
     """Given the state of the step, what a row gets depends on nothing outside it."""
-    whole = flat(call.run())
+    whole = tensors_of(call.run())
     for rows in ([0], [1, 2]):
         order = torch.tensor(rows)
         part, tokens = call.arguments["batch"].select(order)
         given = mapped(call.arguments, lambda values, at=tokens: values[at], lambda values, at=order: values[at], part)
-        for one, other in zip(flat(call.run(given)), whole, strict=True):
+        for one, other in zip(tensors_of(call.run(given)), whole, strict=True):
             assert torch.equal(one, other[tokens if len(other) == TOKENS else order])
 
 
@@ -138,7 +136,7 @@ def test_padded_tensors_give_padded_results(call):
         def of_tokens(values, shape=shape):
             return torch.cat((values, values[-1:])).reshape(shape)
 
-        results.append(flat(call.run(mapped(call.arguments, of_tokens, lambda values: values, batch))))
+        results.append(tensors_of(call.run(mapped(call.arguments, of_tokens, lambda values: values, batch))))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one.reshape(3, 4) if one.shape == (12,) else one, other)
 
@@ -182,7 +180,7 @@ def test_nothing_breaks_without_data(call, kind):
     result = call.run(given)
     name = call.function.__name__
     if name in ("fit_pivot", "ares_threshold"):
-        assert all(each.isnan().all() for each in flat(result))
+        assert all(each.isnan().all() for each in tensors_of(result))
     elif name in DIFFERENTIABLE:
         assert result.item() == pytest.approx(0.005 * 0.25**2 if name == "siren" else 0.0)  # an anchor stays
     elif name not in ("ares_targets",):
@@ -231,13 +229,13 @@ def test_a_token_without_a_number_is_as_good_as_masked(call, name, number):
     mask[BROKEN] = False
     got = call.run({**call.arguments, name: signal})
     expected = call.run({**call.arguments, "batch": whole.replace(mask=mask)})
-    own = [each[BROKEN] for each in flat(got) if each.shape == (TOKENS,)]
+    own = [each[BROKEN] for each in tensors_of(got) if each.shape == (TOKENS,)]
     if isinstance(got, E.Selection) or getattr(call.function, "level", None) == "token":
         floats = [each for each in own if each.is_floating_point()]
         assert floats and all(each.isnan() for each in floats)
     assert not any(each.item() for each in own if each.dtype is torch.bool)
     others = torch.arange(TOKENS) != BROKEN
-    for one, other in zip(flat(got), flat(expected), strict=True):
+    for one, other in zip(tensors_of(got), tensors_of(expected), strict=True):
         if other.shape == (TOKENS,):
             one, other = one[others], other[others]
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -252,7 +250,7 @@ def test_a_step_without_numbers_is_neutral_and_loud(call, name, number):
     if "state" in given and call.function.__name__ != "hapo_temperature":
         given["state"] = None
     got, batch = call.run(given), call.arguments["batch"]
-    for each in flat(got):
+    for each in tensors_of(got):
         assert each.dtype is not torch.bool or not each.any()
     if isinstance(got, E.Selection):
         logp = torch.zeros(TOKENS)

@@ -7,35 +7,27 @@ import math
 
 import pytest
 import torch
-from naive_entropy import close
+from naive_entropy import BATCH, SHARED, close, places
 
 import hpo_core as hpo
 from hpo_core import entropy as E
 
-H = torch.tensor(
-    [.05, .10, 1.20, .90, .80, .70, .02, .03, .01, .04, .40, .02, .01, 1.50, .03, .02, .60, .30, .90]
-)  # fmt: skip
-BATCH = hpo.PackedBatch.from_lengths([10, 6, 3])
 ADVANTAGES = torch.tensor([1.2, -0.8, 0.4])
 T = torch.arange(19)
 LOGP = -(0.3 + 0.13 * ((7 * T) % 11))
 OLD_LOGP = LOGP - 0.02 * ((5 * T) % 13 - 6)
 
 
-def places(mask):
-    return mask.nonzero().flatten().tolist()
-
-
 def test_hapo():
     """starriver030515/HAPO: compute_entropy_h, ada_clip, ada_advantage, compute_entropy_based_temperature."""
-    low, high = E.hapo(H, BATCH, compat="code").bounds
+    low, high = E.hapo(SHARED, BATCH, compat="code").bounds
     close(low, [0.8] * 19)
     epsilons = [
         .457161, .412871, .460606, .332464, .28, .288532, .51571, .489802, .56, .471419, .32429, .51571, .56, .56,
         .489802, .51571, .298382, .342672, .332464,
     ]  # fmt: skip
     close(high - 1, epsilons)
-    factor = E.hapo_redistribution(H, LOGP, OLD_LOGP, BATCH, bounds=(low, high), compat="code").advantage_factor
+    factor = E.hapo_redistribution(SHARED, LOGP, OLD_LOGP, BATCH, bounds=(low, high), compat="code").advantage_factor
     close(factor, [1.632718, *[1.0] * 12, 2.0, *[1.0] * 5])
     seven = torch.tensor([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2])
     state = E.fit_pivot(seven, hpo.PackedBatch.from_lengths([7]))
@@ -46,16 +38,16 @@ def test_hapo():
 
 def test_archer_and_siren():
     """wizard-III/ArcherCodeR: the masks of dp_actor; Linn3a/siren: mask_by_quantile, agg_loss."""
-    assert places(E.archer(H, BATCH, compat="code").bounds[1] > 1.3) == [2, 3, 13, 18]
-    mask = E.siren_tokens(H, BATCH)
+    assert places(E.archer(SHARED, BATCH, compat="code").bounds[1] > 1.3) == [2, 3, 13, 18]
+    mask = E.siren_tokens(SHARED, BATCH)
     assert places(mask) == [2, 3, 13, 18]
-    close(E.siren_mean(H, BATCH, mask), 1.15)
-    close(E.siren(H, BATCH, mask, torch.tensor(0.7)), 0.0010125, 1e-9)
+    close(E.siren_mean(SHARED, BATCH, mask), 1.15)
+    close(E.siren(SHARED, BATCH, mask, torch.tensor(0.7)), 0.0010125, 1e-9)
 
 
 def test_steer():
     """zz-haooo/STEER: compute_token_weights."""
-    change = E.entropy_change(LOGP, OLD_LOGP, H, ADVANTAGES, BATCH)
+    change = E.entropy_change(LOGP, OLD_LOGP, SHARED, ADVANTAGES, BATCH)
     exponential = [
         .988118, .853149, .944334, .898285, .961522, .986021, .8, .882843, .972753, .819064, .964625, .990568, .885552,
         .951561, .843404, .900186, .998903, .938259, .997606,
@@ -71,7 +63,7 @@ def test_steer():
 def test_epo():
     """WujiangXu/EPO: generate_entropy_penalty, agg_loss, _calculate_epoch_based_entropy_weight."""
     weights, history = torch.full((3,), 1 / 19), torch.tensor([0.5])
-    got = E.epo(H, BATCH, weights, history, coefficient=1.0, kappa=(0.3, 1.7), beta=0.5, compat="code")
+    got = E.epo(SHARED, BATCH, weights, history, coefficient=1.0, kappa=(0.3, 1.7), beta=0.5, compat="code")
     close(got, -0.36473689)
     expected = [1, 0.827067, 0.377893, 0.03983]
     assert [round(E.epo_phase(epoch, 7, compat="code"), 6) for epoch in (0, 3, 4, 7)] == expected
@@ -79,9 +71,9 @@ def test_epo():
 
 def test_advantages():
     """ZhangXJ199/EDGE-GRPO: _compute_loss; xvolcano02/UCAS: compute_ucas_advantage."""
-    close(E.edge_grpo(ADVANTAGES, H, BATCH, compat="code"), [0.792727, -1.02761, 0.565185], 2e-6)
+    close(E.edge_grpo(ADVANTAGES, SHARED, BATCH, compat="code"), [0.792727, -1.02761, 0.565185], 2e-6)
     full = hpo.PackedBatch.from_lengths([6] * 3)
-    close(E.edge_grpo(ADVANTAGES, H[:18], full), [0.717867, -3.451282, 0.36477])
+    close(E.edge_grpo(ADVANTAGES, SHARED[:18], full), [0.717867, -3.451282, 0.36477])
     own, confidence = torch.tensor([1.154698, -0.577349, -0.577349]), torch.tensor([7.7, 3.96, 3.6])
     expected = [
         .815951, .850951, .830951, .865951, .845951, .825951, .860951, .840951, .820951, .855951, -.515296, -.535296,

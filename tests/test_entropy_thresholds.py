@@ -8,24 +8,14 @@ from fractions import Fraction
 
 import pytest
 import torch
-from naive_entropy import close, linear, on_random_batches
+from naive_entropy import BATCH, SHARED, close, linear, on_random_batches, places
 
 import hpo_core as hpo
 from hpo_core import PackedBatch, testing
 from hpo_core import entropy as E
 from hpo_core.entropy import Window
 
-
-def places(mask):
-    return mask.nonzero().flatten().tolist()
-
-
-# The batch that the sources' worked numbers share: three responses, the last of which is shorter than a window.
-SHARED = torch.tensor(
-    [.05, .10, 1.20, .90, .80, .70, .02, .03, .01, .04, .40, .02, .01, 1.50, .03, .02, .60, .30, .90]
-)  # fmt: skip
 ADVANTAGES = torch.tensor([1.2, -0.8, 0.0])
-BATCH = hpo.PackedBatch.from_lengths([10, 6, 3])
 TRIGGERS = torch.zeros(19, dtype=torch.bool)
 TRIGGERS[[1, 2, 5, 10, 11, 16]] = True
 

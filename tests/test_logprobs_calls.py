@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from adversarial import integers, normal
 from conftest import NATIVE
 from devices import Device, NoHostData, OnDevice, Watched
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,14 +17,6 @@ both = pytest.mark.parametrize("backend", ["reference", "cpu"])
 each_backend = pytest.mark.parametrize("backend", ["reference", *NATIVE])
 functions = pytest.mark.parametrize("function", [hpo.token_logprobs, hpo.token_statistics])
 IGNORED = -100
-
-
-def normal(*shape, seed=0, scale=3.0):
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def integers(below, *shape, seed=0):
-    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
 
 
 # -------------------------------------------------------------------------------------------------- another temperature

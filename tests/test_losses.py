@@ -503,50 +503,29 @@ def test_the_single_call_is_the_three_calls(example, advantage, gate, scope, bac
     """To the bit: loss, metrics, gradient."""
     rewards = torch.tensor([1.0, 0.0, 2.0, 1.0], device=example.logp.device)
     window = entropy.ares(2, "0.4", scope=scope)
-    others = {"kl": kl.k3(0.1), "ref_logp": example.ref_logp, "token_weight": example.token_weight, "backend": backend}
+    keywords = {
+        "gate": gate, "window": window, "entropy": example.entropy, "kl": kl.k3(0.1), "ref_logp": example.ref_logp,
+        "token_weight": example.token_weight, "backend": backend,
+    }  # fmt: skip
+
+    def single_call(logp, **more):
+        return hpo.hierarchical_policy_loss(
+            logp, example.old_logp, rewards, example.batch, advantage=advantage, **keywords, **more
+        )
+
     leaf = example.logp.clone().requires_grad_()
-    single = hpo.hierarchical_policy_loss(
-        leaf,
-        example.old_logp,
-        rewards,
-        example.batch,
-        advantage=advantage,
-        gate=gate,
-        window=window,
-        entropy=example.entropy,
-        report=("tokens",),
-        **others,
-    )
+    single = single_call(leaf, report=("tokens",))
     (grad,) = torch.autograd.grad(single.loss, leaf)
 
     advantages = advantage(rewards, example.batch.group_ids, backend=backend)
     state = window.fit(example.entropy, example.batch, backend=backend)
-    keywords = {
-        "advantages": advantages,
-        "gate": gate,
-        "window": window,
-        "threshold": state,
-        "entropy": example.entropy,
-        **others,
-    }
-    three = example.loss(report=("tokens",), **keywords)
+    keywords["threshold"] = state
+    three = example.loss(report=("tokens",), advantages=advantages, **keywords)
     same(single, three)
     assert torch.equal(single.tokens, three.tokens)
-    assert torch.equal(grad, example.grad(**keywords).grad)
+    assert torch.equal(grad, example.grad(advantages=advantages, **keywords).grad)
     assert 0 < single.metrics["selected"] < single.metrics["tokens"], "the window selects some"
-    given = hpo.hierarchical_policy_loss(
-        example.logp,
-        example.old_logp,
-        rewards,
-        example.batch,
-        advantage=advantage,
-        gate=gate,
-        window=window,
-        entropy=example.entropy,
-        threshold=state,
-        **others,
-    )
-    same(given, single)
+    same(single_call(example.logp), single)
 
 
 def test_the_single_call_without_a_window_or_groups(example):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed
 
 import hpo_core as hpo
 from hpo_core import gates, kl, testing

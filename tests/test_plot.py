@@ -1,6 +1,5 @@
 """hpo_core.plot: the numbers of what is drawn, against formulas and sums written here; and pictures of pages."""
 
-import importlib.util
 import inspect
 import math
 import re
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lazily import script
 
 import hpo_core as hpo
 from hpo_core import gates, plot
@@ -351,19 +351,11 @@ def test_the_pages_show_pictures_that_are_small():
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 120_000
 
 
-@pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("hpo_gate_pictures", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_gate_that_reads_the_batch_alone_has_a_panel(script):
+def test_every_gate_that_reads_the_batch_alone_has_a_panel():
     made = {name: getattr(gates, name) for name in gates.__all__ if name.islower() and name != "compose"}
     made = {name: make for name, make in made.items() if inspect.isfunction(make) and is_constructor(make)}
     alone = {name for name, make in made.items() if not make().required and not make().needs_rollout}
-    shown = {gate.name for found in script.EVERY.values() for gate in found}
+    shown = {gate.name for found in script(SCRIPT).EVERY.values() for gate in found}
     assert len(shown) > 20 and alone - shown == {"opsm"} and shown <= made.keys()
 
 
@@ -371,7 +363,7 @@ def is_constructor(make):
     return inspect.signature(make).return_annotation == "RatioGate"
 
 
-def test_the_script_draws_them(script, tmp_path, capsys):
-    script.main(["--output", str(tmp_path)])
+def test_the_script_draws_them(tmp_path, capsys):
+    script(SCRIPT).main(["--output", str(tmp_path)])
     assert capsys.readouterr().out.count("written") == len(NAMES)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in NAMES)

@@ -13,12 +13,6 @@ import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.integrations.turns import turns
 
-
-@pytest.fixture(autouse=True)
-def no_gate_in_the_environment(monkeypatch):
-    monkeypatch.delenv("HPO_GATE", raising=False)
-
-
 # ------------------------------------------------------------------------------------------------------------ prime-rl
 # LossInputs, LossOutputs and default_loss_fn of src/prime_rl/trainer/rl/loss.py at 559b447.
 

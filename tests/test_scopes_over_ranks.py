@@ -1,13 +1,11 @@
 """Scopes that two ranks share: thresholds and selections are those of one process, to the bit."""
 
-import functools
 import math
-from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import count_collectives, on_ranks
 
 import hpo_core as hpo
 from hpo_core.entropy import quantiles, top_k
@@ -51,21 +49,7 @@ def whole(kind):
 
 
 def compute(rank, kinds=tuple(KINDS), names=tuple(SCOPES)):
-    found, calls = {}, Counter()
-
-    def counted(name):
-        function = getattr(dist, name)
-
-        @functools.wraps(function)
-        def run(*arguments, **keywords):
-            calls[name] += 1
-            if name == "all_reduce":
-                calls["largest"] = max(calls["largest"], arguments[0].numel() * arguments[0].element_size())
-            return function(*arguments, **keywords)
-
-        return run
-
-    dist.all_reduce, dist.all_gather = counted("all_reduce"), counted("all_gather")
+    found, calls = {}, count_collectives()
     for kind in kinds:
         values, batch = whole(kind)
         part, tokens = batch.select(ROWS[rank])
@@ -119,29 +103,30 @@ def test_selections_are_those_of_one_process(ranks, kind, name):
         assert torch.equal(joined(ranks, (kind, name, default)), expected)
 
 
+def collectives(found, *key):
+    """The bytes of the largest collective of a call, and how many of each kind it took."""
+    calls = found[key][1]
+    return calls.get("largest", 0), {kind: calls[kind] for kind in calls if kind.startswith("all_")}
+
+
 def test_collectives_are_few(ranks):
     """A quantile takes three all-reduces, an interpolation one more; a selection gathers one table, whose sizes come
     first. The numbering of ids that ranks share takes two gathers and an all-reduce."""
-
-    def of(found, *key):
-        calls = dict(found[key][1])
-        return calls.pop("largest", 0), calls
-
     for found in ranks:
-        assert of(found, "tied", "call", "0.7", OrderRule.CEIL) == (16 * 1024, {"all_reduce": 3})
-        assert of(found, "tied", "bucket", "0.7", OrderRule.CEIL) == (6 * 16 * 1024, {"all_reduce": 3})
-        assert of(found, "tied", "bucket", "0.95", OrderRule.LINEAR)[1] == {"all_reduce": 4}
-        assert of(found, "tied", "call", True)[1] == {"all_reduce": 3, "all_gather": 2}
-        assert of(found, "tied", "group", False)[1] == {"all_reduce": 4, "all_gather": 4}
-        assert of(found, "tied", "row", True) == (0, {})
+        assert collectives(found, "tied", "call", "0.7", OrderRule.CEIL) == (16 * 1024, {"all_reduce": 3})
+        assert collectives(found, "tied", "bucket", "0.7", OrderRule.CEIL) == (6 * 16 * 1024, {"all_reduce": 3})
+        assert collectives(found, "tied", "bucket", "0.95", OrderRule.LINEAR)[1] == {"all_reduce": 4}
+        assert collectives(found, "tied", "call", True)[1] == {"all_reduce": 3, "all_gather": 2}
+        assert collectives(found, "tied", "group", False)[1] == {"all_reduce": 4, "all_gather": 4}
+        assert collectives(found, "tied", "row", True) == (0, {})
 
 
 def test_many_scopes_take_small_histograms(ranks):
     """More all-reduces, of 2 KiB or 128 bytes for each scope; the first has the number of errors beside them."""
     for name, scopes, count, largest in (("hundreds", 301, 4, 257), ("thousands", 4501, 8, 17)):
         for found in ranks:
-            calls = found["tied", name, "0.7", OrderRule.CEIL][1]
-            assert calls == {"all_reduce": count, "largest": scopes * largest * 8}
+            calls = collectives(found, "tied", name, "0.7", OrderRule.CEIL)
+            assert calls == (scopes * largest * 8, {"all_reduce": count})
 
 
 def test_a_rank_without_rows_keeps_no_other_waiting(ranks):

@@ -167,11 +167,10 @@ class Joined:
     def sums(self, table):
         self._reduce(table, lambda tables: tables.sum(0))
 
+    aggregate_grad = sums
+
     def largest(self, table):
         self._reduce(table, lambda tables: tables.amax(0))
-
-    def aggregate_grad(self, table):
-        self._reduce(table, lambda tables: tables.sum(0))
 
 
 # Which segments a balanced one has with others, they do not know.
@@ -214,8 +213,7 @@ class Doubled(Watched):
     def sums(self, table):
         table *= 2
 
-    def aggregate_grad(self, table):
-        table *= 2
+    aggregate_grad = sums
 
 
 def fixed_slope(level):

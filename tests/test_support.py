@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from adversarial import integers, normal
 from conftest import NATIVE
 from devices import Device, NoHostData, OnDevice, Watched
 from lazily import Lazy
@@ -20,14 +21,6 @@ SETTINGS = [
     {"top_p": 1e-9}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 7, "top_p": 0.8}, {"top_k": 20, "min_p": 0.1},
     {"top_p": 0.7, "min_p": 0.2}, {"top_k": 12, "top_p": 0.95, "min_p": 0.02}, {"top_k": 40, "top_p": 1.0},
 ]  # fmt: skip
-
-
-def normal(*shape, seed=0, scale=3.0):
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def integers(below, *shape, seed=0):
-    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
 
 
 ROWS = {

@@ -19,12 +19,6 @@ from hpo_core.integrations.micro_batch import check_gate, fractions, packed_rows
 from hpo_core.integrations.named import named_estimator, named_gate, named_window
 from hpo_core.integrations.trl_metrics import reported
 
-
-@pytest.fixture(autouse=True)
-def no_gate_in_the_environment(monkeypatch):
-    monkeypatch.delenv("HPO_GATE", raising=False)
-
-
 # --------------------------------------------------------------------------------------------- names in configurations
 
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from lazily import Lazy
+from lazily import Lazy, script
 
 datasets, transformers, trl = Lazy("datasets"), Lazy("transformers"), Lazy("trl")
 
 
-@functools.cache
 def demo():
-    path = Path(__file__).parents[1] / "examples" / "demo.py"
-    spec = importlib.util.spec_from_file_location("hpo_demo", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("examples/demo.py")
 
 
 class Rewards:

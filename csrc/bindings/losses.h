@@ -162,10 +162,8 @@ inline Hierarchy make_hierarchy(bool split, const py::tuple& token_low, const py
                                   &out.weight_high, &out.pre_low,   &out.pre_high};
     for (size_t at = 0; at < std::size(pairs); ++at) copy_pair(*pairs[at], fields[2 + at]);
   }
-  for (int sign = 0; sign < 2; ++sign) {
-    hierarchy.token_low[sign] = token_low[sign].cast<double>();
-    hierarchy.token_high[sign] = token_high[sign].cast<double>();
-  }
+  copy_pair(hierarchy.token_low, token_low);
+  copy_pair(hierarchy.token_high, token_high);
   if (levels.size() > size_t(kMostLevels)) throw std::invalid_argument("levels: expected at most 4");
   for (const py::handle item : levels) {
     const py::tuple level = py::reinterpret_borrow<py::tuple>(item);

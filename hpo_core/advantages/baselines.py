@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..arguments import examines
-from ..checks import INTEGERS, check, check_device, check_dtype, check_real, check_shape, check_units
+from ..checks import check, check_device, check_places, check_real, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import grpo, whiten
@@ -84,7 +84,7 @@ class BetaTracker(NamedTuple):
         """
         check_units(alpha=self.alpha, beta=self.beta)
         check_units(rewards=rewards, divergence=divergence)
-        _check_places("prompts", prompts, rewards)
+        check_places("prompts", prompts, rewards)
         check_device("rewards", rewards, self.alpha.device, "alpha")
         check(half_life > 0, "half_life: expected a number above 0, got {}", half_life)
         for name, memory in (("least_memory", least_memory), ("most_memory", most_memory)):
@@ -150,7 +150,7 @@ def poise(
     tensor([ 0.2500, -0.2500])
     """
     check_units(rewards=rewards, predictions=predictions, mask=mask)
-    _check_places("sources", sources, rewards)
+    check_places("sources", sources, rewards)
     own = torch.arange(rewards.numel(), device=rewards.device)
     wrong = (sources == own) | (sources < 0) | (sources >= rewards.numel())
     chosen = predictions[torch.where(wrong, own, sources)].double()
@@ -188,7 +188,7 @@ class GroupHistory(NamedTuple):
         """
         check_units(steps=self.steps, mean=self.mean, variance=self.variance)
         check_units(mean=mean, variance=variance)
-        _check_places("prompts", prompts, mean)
+        check_places("prompts", prompts, mean)
         check_device("mean", mean, self.steps.device, "the history")
         places = _places(prompts, self.steps, torch.isfinite(mean) & torch.isfinite(variance))
         t, before, spread = (_read(field.double(), places) for field in self)
@@ -250,7 +250,7 @@ def dcpo(
     """
     check_units(rewards=rewards, mask=mask)
     check(ddof in (0, 1), "ddof: expected 0 or 1, got {}", ddof)
-    _check_places("prompts", prompts, rewards)
+    check_places("prompts", prompts, rewards)
     group = statistics(rewards, prompts, mask=mask, backend=backend)
     variance = group.deviation(ddof).square()
     member = members_of(rewards, group, mask)
@@ -311,7 +311,7 @@ def de_grpo(
     check_units(rewards=rewards, scores=scores, values=values, mask=mask)
     check_units(utility=utility)
     check_device("rewards", rewards, utility.device, "utility")
-    _check_places("prompts", prompts, rewards)
+    check_places("prompts", prompts, rewards)
     check(samples >= 1, "samples: expected a count of at least 1, got {}", samples)
     scored = scorable(rewards, mask) & torch.isfinite(scores)
     group = statistics(rewards, prompts, mask=scored, backend=backend)
@@ -343,13 +343,6 @@ def _gaps(
     number = ((size - 1) / 2).clamp(min=0.5)  # pairs per member
     mean, log = (statistics(groups.unsorted(each / number), ids, mask=mask, backend=backend).mean for each in sums)
     return mean, torch.exp(log)
-
-
-def _check_places(name: str, places: torch.Tensor, units: torch.Tensor) -> None:
-    """One place ``[S]`` for every unit."""
-    check_dtype(name, places, INTEGERS, "places are integers")
-    check_shape(name, places, units.shape, "[S] (one per unit)")
-    check_device(name, places, units.device, "the units")
 
 
 def _places(places: torch.Tensor, memory: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:

@@ -171,14 +171,16 @@ def otb(
     >>> otb(torch.tensor([1.0, 0.0]), batch.group_ids, batch, half, half)
     tensor([ 0.5000, -0.5000])
     """
-    row, energy = _read_otb(token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance)
+    row = batch.row_of_token()
     token = torch.arange(batch.total_tokens, device=row.device)
     first = torch.full((batch.rows,), batch.total_tokens, dtype=torch.int64, device=row.device)
     if batch.rows:
         reached = torch.where(valid_tokens(batch), token, batch.total_tokens)
         first = first.scatter_reduce(0, row.clamp(min=0), reached, "amin")
     position = token - of_row(first, row, 0)
-    return _against_positions(token_rewards, group_ids, batch, energy, position, backend)
+    return _against_positions(
+        token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance, position, backend
+    )
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -204,43 +206,34 @@ def tir_otb(
     >>> tir_otb(torch.tensor([0.0, 0, 1, 0, 0]), batch.group_ids, batch, half, half)
     tensor([ 0.5000,  0.0000,  0.5000, -0.5000, -0.5000])
     """
-    row, energy = _read_otb(token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance)
+    row = batch.row_of_token()
     counted = torch.cat([row.new_zeros(1), valid_tokens(batch).cumsum(0)])
     before = counted[batch.cu_seqlens[:-1].to(torch.int64).clamp(0, batch.total_tokens)]
     position = counted[:-1] - of_row(before, row, 0)
-    return _against_positions(token_rewards, group_ids, batch, energy, position, backend)
-
-
-def _read_otb(
-    token_rewards: torch.Tensor,
-    group_ids: torch.Tensor | None,
-    batch: PackedBatch,
-    chosen_probability: torch.Tensor,
-    squared_probabilities: torch.Tensor,
-    importance: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row of each token, and the squared norm of its score function by the square of its importance."""
-    if group_ids is not None:
-        check_rows(batch, group_ids=group_ids)
-    check_tokens(
-        batch, token_rewards=token_rewards, chosen_probability=chosen_probability,
-        squared_probabilities=squared_probabilities,
-    )  # fmt: skip
-    if importance is not None:
-        check_tokens(batch, importance=importance)
-    energy = 1 - 2 * chosen_probability + squared_probabilities
-    return batch.row_of_token(), energy if importance is None else energy * importance.square()
+    return _against_positions(
+        token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance, position, backend
+    )
 
 
 def _against_positions(
     token_rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
     batch: PackedBatch,
-    energy: torch.Tensor,
+    chosen_probability: torch.Tensor,
+    squared_probabilities: torch.Tensor,
+    importance: torch.Tensor | None,
     position: torch.Tensor,
     backend: str | None,
 ) -> torch.Tensor:
     """Returns minus the optimal baseline of the prompt's tokens at the same position."""
+    if group_ids is not None:
+        check_rows(batch, group_ids=group_ids)
+    check_tokens(
+        batch, token_rewards=token_rewards, chosen_probability=chosen_probability,
+        squared_probabilities=squared_probabilities, importance=importance,
+    )  # fmt: skip
+    energy = 1 - 2 * chosen_probability + squared_probabilities  # the squared norm of a token's score function
+    energy = energy if importance is None else energy * importance.square()
     row = batch.row_of_token()
     valid = valid_tokens(batch)
     values, energy = torch.where(valid, token_rewards, 0.0), torch.where(valid, energy, 0.0)

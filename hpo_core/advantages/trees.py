@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..arguments import check_compat
-from ..checks import INTEGERS, check, check_device, check_dtype, check_floating, check_shape, check_units
+from ..checks import check, check_device, check_floating, check_places, check_shape, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
@@ -48,11 +48,10 @@ def treepo(
     check_units(rewards=rewards, lengths=lengths)
     check(0 < len(prefix_ids) <= MOST_TERMS, "prefix_ids: expected 1 to {} depths, got {}", MOST_TERMS, len(prefix_ids))
     terms = []
-    for depth, ids in enumerate(prefix_ids):
-        check_units(rewards=rewards, prefix_ids=ids)
+    for depth, node in enumerate(_nodes(rewards, prefix_ids)):
         presence = Presence.SPREAD if drop_flat and depth > 0 else Presence.ALWAYS
         rule = GroupTerm(scale=Scale.NONE, keep_singletons=depth == 0 and keeps, presence=presence)
-        terms.append(Term(rewards, dense_ids(*prefix_ids[: depth + 1]), rule))
+        terms.append(Term(rewards, node, rule))
     advantages = combine(terms, share=Share.COUNT if by_size else Share.EQUAL, backend=backend)
     if lengths is None:
         return advantages
@@ -230,9 +229,7 @@ def mars2(
     >>> mars2(r, parents, torch.zeros(4, dtype=torch.int64))
     tensor([-1.1742,  0.4958,  1.0959, -0.4175])
     """
-    check_dtype("parents", parents, INTEGERS, "places of nodes are integers")
-    check_shape("parents", parents, rewards.shape, "[N] (that of rewards)")
-    check_device("parents", parents, rewards.device, "rewards")
+    check_places("parents", parents, rewards)
     check_units(rewards=rewards, group_ids=group_ids, tree_ids=tree_ids)
     in_place = check_compat(compat)
     lost = parents >= rewards.numel()

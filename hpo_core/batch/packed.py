@@ -116,7 +116,7 @@ class PackedBatch:
         integers, mask, total_tokens = checked_tensors(given, mask, total_tokens, validate)
         # Kernels index in int64 and assume contiguous memory; the copies are made once, here.
         self.__setstate__(
-            {name: None if tensor is None else _as_int64(tensor) for name, tensor in integers.items()}
+            {name: None if each is None else each.to(torch.int64).contiguous() for name, each in integers.items()}
             | {"rows": cu_seqlens.numel() - 1, "mask": mask, "total_tokens": total_tokens}
             | {"padded_shape": None, "is_part": False}
         )
@@ -473,7 +473,3 @@ def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _as_int64(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.int64).contiguous()

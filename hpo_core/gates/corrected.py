@@ -42,8 +42,7 @@ def decoupled(eps_low: float = 0.2, eps_high: float = 0.2, ratio_cap: float | No
     >>> decoupled().corrections[0].action.name
     'CLAMP'
     """
-    gate = compose(ppo_clip(eps_low, eps_high), _truncated(ratio_cap))
-    return replace(gate, name="decoupled", source="arXiv 2110.00641")
+    return _around(ppo_clip(eps_low, eps_high), "decoupled", "arXiv 2110.00641", _truncated(ratio_cap))
 
 
 @examines
@@ -64,9 +63,7 @@ def tis(
     >>> round(tis().corrections[0].high[0], 4)
     0.6931
     """
-    gate = ppo_clip() if gate is None else gate
-    gate = compose(gate, _truncated(ratio_cap, unit, reduction))
-    return replace(gate, name="tis", source="verl, TRL, slime")
+    return _around(gate, "tis", "verl, TRL, slime", _truncated(ratio_cap, unit, reduction))
 
 
 @examines
@@ -96,8 +93,7 @@ def mis(
         check(ratio_veto < math.inf, "ratio_veto: expected a finite ratio, got {}, which takes all out", ratio_veto)
         veto = _log_pair("ratio_veto", ratio_veto)
         corrections.append(Correction(Action.MASK, veto, unit=Unit.TRAJECTORY, reduction=Reduction.MIN))
-    gate = compose(ppo_clip() if gate is None else gate, *corrections)
-    return replace(gate, name="mis", source="TRL, slime")
+    return _around(gate, "mis", "TRL, slime", *corrections)
 
 
 @examines
@@ -112,9 +108,7 @@ def icepop(ratio_low: float = 0.5, ratio_high: float = 5.0, gate: RatioGate | No
     >>> icepop().corrections[0].action.name
     'BAND'
     """
-    gate = ppo_clip() if gate is None else gate
-    gate = compose(gate, _band(ratio_low, ratio_high))
-    return replace(gate, name="icepop", source="ringtech.notion.site/icepop")
+    return _around(gate, "icepop", "ringtech.notion.site/icepop", _band(ratio_low, ratio_high))
 
 
 @examines
@@ -167,7 +161,7 @@ def opsm(log_delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
     mask = Correction(
         Action.MASK, low=(-math.inf, -log_delta), unit=Unit.TRAJECTORY, reduction=Reduction.MEAN, channel=Channel.TOTAL
     )
-    return replace(compose(ppo_clip() if gate is None else gate, mask), name="opsm", source="arXiv 2512.02556")
+    return _around(gate, "opsm", "arXiv 2512.02556", mask)
 
 
 @examines
@@ -207,6 +201,11 @@ def dppo_kl(delta: float = 0.05, ratio_cap: float = 20.0, channel: Channel = Cha
     """
     check(delta >= 0, "delta: expected a divergence >= 0, got {}", delta)
     return _dppo("dppo_kl", Statistic.BINARY_KL, delta, delta, ratio_cap, channel)
+
+
+def _around(gate: RatioGate | None, name: str, source: str, *corrections: Correction) -> RatioGate:
+    """The gate, by default PPO's clip, with these corrections as a method of this name."""
+    return replace(compose(ppo_clip() if gate is None else gate, *corrections), name=name, source=source)
 
 
 def _dppo(name: str, statistic: Statistic, low: float, high: float, cap: float, channel: Channel) -> RatioGate:

@@ -22,7 +22,7 @@ from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, check_unread, fractions, packed_rows, padded_rows, token_loss
+from .micro_batch import check_gate, fractions, packed_rows, padded_rows, token_loss, told_beside
 from .named import VARIABLE, told_gate
 from .replaced import replaced
 
@@ -83,11 +83,9 @@ def grpo_loss_fn(
     )  # fmt: skip
     if m2_threshold is not None:
         mask = actor._apply_m2po_masking(behaviour, proximal, mask, m2_threshold)
-    told = told_gate()
+    told = told_beside("AReaL", fields, _UNSET)
     gate = _described(fields, sapo_tau_pos, sapo_tau_neg, use_decoupled_loss) if told is None else told
-    if told is not None:
-        check_unread(told, "AReaL", fields, _UNSET, " or take HPO_GATE away")
-        check_gate(told, "AReaL")
+    check_gate(gate, "AReaL")
     check(
         rejection_sampling is None or not gate.needs_rollout,
         "actor.rejection_sampling: it and the gate {!r} correct the same difference; set it to null",

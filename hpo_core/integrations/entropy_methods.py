@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed
 
 from ..advantages.terms import accepted_keywords
 from ..batch import PackedBatch

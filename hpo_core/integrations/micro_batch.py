@@ -16,6 +16,7 @@ from ..gates import RatioGate
 from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, SLOTS, Metrics
 from ..specs import Head, Unit
+from .named import VARIABLE, told_gate
 from .turns import turns
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -86,6 +87,14 @@ def check_unread(
             unset[name],
             fix,
         )
+
+
+def told_beside(trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any]) -> RatioGate | None:
+    """:func:`told_gate`, beside which the trainer's settings are its own."""
+    told = told_gate()
+    if told is not None:
+        check_unread(told, trainer, given, unset, f" or take {VARIABLE} away")
+    return told
 
 
 def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: str) -> None:

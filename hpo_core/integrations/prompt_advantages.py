@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of
+from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of, name_of
 from ..batch import PackedBatch
 from ..checks import check, require_type
 
@@ -64,7 +64,7 @@ def settings_of(estimator: Callable[..., torch.Tensor], gamma: float, scaled: bo
     >>> settings_of(advantages.gigpo, 0.9, False, "norm"), settings_of(advantages.gigpo, 1.0, True, "norm")
     ({'gamma': 0.9, 'scaled': False}, {})
     """
-    said = getattr(getattr(estimator, "func", estimator), "__name__", "")
+    said = name_of(estimator)
     check(
         scaled or said not in _DIVIDING,
         "{}: {} divides by a deviation whatever it says; leave it at True, or take hpo_dr_grpo",

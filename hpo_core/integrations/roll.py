@@ -20,8 +20,7 @@ except ImportError as error:
 from .. import gates, kl
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss, weights_of
-from .named import told_gate
+from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_beside, weights_of
 
 __all__ = ["HPOActorWorker"]
 
@@ -41,12 +40,8 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
                 silence.
         """
         config, rows = self.pipeline_config, data.batch
-        told = told_gate()
+        told = told_beside("ROLL", {name: getattr(config, name) for name in _UNSET}, _UNSET)
         gate = _described(config) if told is None else told
-        if told is not None:
-            check_unread(
-                told, "ROLL", {name: getattr(config, name) for name in _UNSET}, _UNSET, " or take HPO_GATE away"
-            )
         check_gate(gate, "ROLL")
         check(not gate.needs_rollout, "gate: {!r} corrects the sampler, whose log-probabilities ROLL keeps to its own "
               "correction; take the gate that it corrects", gate.name)  # fmt: skip

@@ -19,8 +19,7 @@ import torch
 from .. import gates
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, check_unread, clip_slots, packed_rows, token_loss
-from .named import told_gate
+from .micro_batch import check_gate, clip_slots, packed_rows, token_loss, told_beside
 
 __all__ = ["loss"]
 
@@ -42,10 +41,8 @@ def loss(
     ranks = getattr(args, "context_parallel_size", 1)
     check(ranks == 1, "context_parallel_size: hpo_core's loss takes whole responses, expected 1, got {}", ranks)
     check(not args.use_opsm, "use_opsm: no sequence mask beside hpo_core's loss; leave it out")
-    told = told_gate()
+    told = told_beside("slime", {name: getattr(args, name) for name in _UNSET}, _UNSET)
     gate = _described(args) if told is None else told
-    if told is not None:
-        check_unread(told, "slime", {name: getattr(args, name) for name in _UNSET}, _UNSET, " or take HPO_GATE away")
     check_gate(gate, "slime")
     check(
         not (gate.needs_rollout and args.use_tis),

@@ -17,7 +17,7 @@ import torch
 
 from .. import gates
 from ..checks import check
-from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss, warn_of_flags, weights_of
+from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_beside, warn_of_flags, weights_of
 from .named import told_gate
 
 __all__ = ["compute_policy_loss", "install"]
@@ -44,16 +44,14 @@ def compute_policy_loss(
         ValueError: a bound that the gate of ``HPO_GATE`` would silence; a gate that needs what verl-agent does not
             tell.
     """
-    told = told_gate()
-    if told is None:
+    bounds = (cliprange, cliprange_low, cliprange_high, clip_ratio_c)
+    given = {name: bound for name, bound in zip(_UNSET, bounds, strict=True) if bound is not None}
+    gate = told_beside("verl-agent", given, _UNSET)
+    if gate is None:
         low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
         check(low is not None and high is not None, "cliprange: expected a bound, got None")
         assert low is not None and high is not None
         gate = gates.ppo_clip(low, high, ratio_dual=clip_ratio_c)
-    else:
-        gate, bounds = told, (cliprange, cliprange_low, cliprange_high, clip_ratio_c)
-        given = {name: bound for name, bound in zip(_UNSET, bounds, strict=True) if bound is not None}
-        check_unread(gate, "verl-agent", given, _UNSET, " or take HPO_GATE away")
     check_gate(gate, "verl-agent", one_policy="verl-agent tells its loss no sampler")
     batch = padded_rows(response_mask, gate)
     counts = (batch.row_counts.sum(), batch.rows, response_mask.shape[-1])  # rows without tokens count, too

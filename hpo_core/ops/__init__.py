@@ -3,7 +3,7 @@
 from .advantages import group_normalise
 from .corrections import correction
 from .entropy import order_statistic, select, select_top, window_score
-from .gates import SECOND_DERIVATIVE, policy_loss, policy_loss_and_grad
+from .gates import policy_loss, policy_loss_and_grad
 from .library import is_traced
 from .linear_logprobs import linear_token_logprobs
 from .logprob_states import over_ranks
@@ -12,7 +12,6 @@ from .scopes import interpolated, order_statistics, segments_of_call, select_exa
 from .segments import group_statistics, recurrence, row_counts, row_spans
 
 __all__ = [
-    "SECOND_DERIVATIVE",
     "correction",
     "group_normalise",
     "group_statistics",

@@ -197,9 +197,9 @@ def _gate_level(
         # The end of the zone has the slope of what is 0, where level metrics count it; a clamp would keep the other.
         rolled = torch.where(size <= high, u, torch.sign(u) * torch.where(back > 0, back, torch.zeros_like(u)))
         return rolled, u < -high, u > high
-    if level.gate is LevelKind.TANH:
-        return high * torch.tanh(u / high), torch.zeros_like(u, dtype=torch.bool), torch.zeros_like(u, dtype=torch.bool)
     nowhere = torch.zeros_like(u, dtype=torch.bool)
+    if level.gate is LevelKind.TANH:
+        return high * torch.tanh(u / high), nowhere, nowhere
     if level.gate is LevelKind.GAMMA:
         saturated = u.detach().clamp(max=GAMMA_SATURATION) + (u - u.detach())
         return high + low * u - high * torch.exp(saturated), nowhere, nowhere

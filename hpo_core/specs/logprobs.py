@@ -42,6 +42,12 @@ class LogitRows(NamedTuple):
         (_, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *_leading(logits)][-2:]
         return logits, (inner, outer_stride, inner_stride)
 
+    @staticmethod
+    def strides_of(grad: torch.Tensor, logits: torch.Tensor, layout: tuple[int, int, int]) -> tuple[int, int]:
+        """The outer and inner stride of a gradient: contiguous, or the logits themselves, at two strides."""
+        inner, *strides = layout
+        return (strides[0], strides[1]) if grad is logits else (inner * logits.shape[-1], logits.shape[-1])
+
 
 def _leading(logits: torch.Tensor) -> list[tuple[int, int]]:
     """Sizes and strides of all dimensions but the last, joined where they lie one after the other."""

@@ -12,7 +12,7 @@ import triton.language as tl
 from ..specs import Boundary, Invalid, OrderRule
 from .launch import REGISTERS, aligned, kernel, launch, programs_together, wait_for_programs
 from .math import is_finite
-from .rows import TILE, load, row_of_token, row_range, store
+from .rows import TILE, load, places_of_tile, store
 from .windows import window_score
 
 # ---------------------------------------------------------------------------------------------------- order statistics
@@ -232,8 +232,7 @@ def _select(
     token = start + tl.arange(0, TILE)
     score = load(values, token, tokens, whole, ALIGNED)
     if cu_seqlens is not None:
-        range_ = row_range(cu_seqlens, row_of_token(cu_seqlens, rows, tokens, start, TILE), rows, tokens)
-        valid = (token >= range_.begin) & (token < range_.end)
+        _, _, valid = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
         if mask is not None:
             valid &= load(mask, token, tokens, whole, ALIGNED)
         score = tl.where(is_finite(score), score, float("nan"))

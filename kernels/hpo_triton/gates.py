@@ -33,7 +33,7 @@ from .correction_rules import rule_bounds_of, with_correction
 from .corrections import correction
 from .launch import kernel, launch, programs_for
 from .math import clamp, exp
-from .rows import TILE, load, row_of_token, row_range, store
+from .rows import TILE, load, places_of_tile, store
 from .scale import scale  # noqa: F401 (an op of its own)
 from .sums import (
     COLUMNS,
@@ -102,7 +102,7 @@ def clip_tokens(
 
 
 @triton.jit
-def clip_derivative(t, policy, clipped, DROP: tl.constexpr, SCORE_HEAD: tl.constexpr):
+def clip_derivative(policy, clipped, DROP: tl.constexpr, SCORE_HEAD: tl.constexpr):
     """Of the policy term in the log-probability; an infinite log-ratio is not yet left out."""
     derivative = policy.value
     if SCORE_HEAD == False:  # noqa: E712 (a constexpr)
@@ -163,9 +163,7 @@ def _sweep(
         whole = start + TILE <= tokens
         token = start + tl.arange(0, TILE)
         loaded = load_tokens(inputs, token, tokens, whole, READING)
-        row = row_of_token(cu_seqlens, rows, tokens, start, TILE)
-        range_ = row_range(cu_seqlens, row, rows, tokens)
-        inside = (token >= range_.begin) & (token < range_.end)
+        row, _, inside = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
         loaded = with_correction(loaded, inputs, rule_bounds, row, rows, token, tokens, whole, READING)
         t = read_tokens(inputs, loaded, row, rows, inside, READING)
         tl.store(seen + row, tl.full([TILE], 1, tl.uint8), mask=t.valid)
@@ -177,7 +175,7 @@ def _sweep(
         counts = count_tokens(counts, t, gated.below, gated.above, LANES)
 
         policy = policy_term(t, gated.ratio, GATE.score_head)
-        derivative = clip_derivative(t, policy, gated, GATE.token == DROP, GATE.score_head)
+        derivative = clip_derivative(policy, gated, GATE.token == DROP, GATE.score_head)
         derivative = tl.where(t.flows, derivative, 0.0)
 
         c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
@@ -226,7 +224,7 @@ def policy_loss(
         _sweep, programs, *up_to(inputs, "high"), inputs.kl_weight, inputs.correction_first, inputs.correction_second,
         rule_bounds_of(spec.correction), seen, sums, grad, token_loss, tokens, rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
-        READING=reading, GATE=gate_of(inputs, spec), TILE=TILE, LANES=LANES,
+        READING=reading, GATE=gate_of(spec), TILE=TILE, LANES=LANES,
         maxnreg=LIGHT_REGISTERS if light else MOST_REGISTERS,
     )  # fmt: skip
     finalise(sums, seen, loss, metrics, rows)
@@ -238,15 +236,17 @@ def influential(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[PolicyL
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
         spec = spec._replace(token_low=NO_LOW, token_high=NO_HIGH, token_log_low=NO_LOG_LOW, token_log_high=NO_HIGH)
+    if inputs.ref_logp is None:
+        spec = spec._replace(kl=KLEstimator.NONE, kl_gradient=KLGradient.VALUE)
     return inputs, spec
 
 
-def gate_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Gate:
+def gate_of(spec: PolicyLossSpec) -> Gate:
     return Gate(
         token=int(TokenGate.DROP if spec.token is TokenGate.DROP else TokenGate.CLIP),
         score_head=spec.head is Head.SCORE,
-        kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
-        kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
+        kl=int(spec.kl),
+        kl_gradient=int(spec.kl_gradient),
     )
 
 

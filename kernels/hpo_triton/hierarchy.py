@@ -25,8 +25,6 @@ from ..specs import (
     Aggregate,
     Exchange,
     Head,
-    KLEstimator,
-    KLGradient,
     LevelSpec,
     PolicyLossInputs,
     PolicyLossSpec,
@@ -35,7 +33,7 @@ from ..specs import (
 )
 from .correction_rules import rule_bounds_of, with_correction
 from .fixed_point import exponent_of
-from .flows import LARGEST_FLOW, deliver_gradient
+from .flows import LARGEST_FLOW, THROUGH, deliver_gradient
 from .gated_levels import KINDS, Shape
 from .hierarchy_tokens import differentiate_tokens, gate_tokens, token_bound
 from .launch import REGISTERS, kernel, launch, programs_for
@@ -56,8 +54,6 @@ from .sums import (
 )
 from .terms import Pre, numbers_of, pre_of, term_of
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of, up_to
-
-THROUGH = tl.constexpr(int(Routing.THROUGH))
 
 
 @triton.jit
@@ -209,7 +205,7 @@ def policy_loss(
 ) -> None:
     """Writes the results of gates.policy_loss, which calls this where ``spec.is_hierarchical``."""
     seen = torch.empty(inputs.weights.numel(), dtype=torch.uint8, device=inputs.logp.device)
-    shape, reading, pre = shape_of(inputs, spec, grad is not None), reading_of(inputs, spec), pre_of(spec)
+    shape, reading, pre = shape_of(spec, grad is not None), reading_of(inputs, spec), pre_of(spec)
     prepared = prepare_leaves(inputs, spec, shape, reading, pre, grad, token_loss, seen, exchange)
     sums, flows = _sweep(inputs, spec, prepared, shape, reading, pre, grad, token_loss, seen)
     if flows is None:
@@ -220,7 +216,7 @@ def policy_loss(
         deliver_gradient(inputs, leaves, shape, reading, pre, flows, sums, seen, grad, loss, metrics, exchange)
 
 
-def shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) -> Shape:
+def shape_of(spec: PolicyLossSpec, want_grad: bool) -> Shape:
     carries = want_grad and spec.has_aggregate_grad
     known, drop = carries and _is_known(spec), spec.token is TokenGate.DROP
     routings = tuple(int(level.routing) for level in spec.levels)
@@ -237,8 +233,8 @@ def shape_of(inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool) ->
         carries=carries and not known,
         as_ratio=bool(spec.levels) and drop and not spec.split and spec.term is None,
         known=known,
-        kl=int(spec.kl if inputs.ref_logp is not None else KLEstimator.NONE),
-        kl_gradient=int(spec.kl_gradient if inputs.ref_logp is not None else KLGradient.VALUE),
+        kl=int(spec.kl),
+        kl_gradient=int(spec.kl_gradient),
     )
 
 

@@ -145,10 +145,8 @@ def token_logprobs_backward(
     """The gradient of the logits from those of the two results; an upstream gradient of None is 0. It is written
     ``into`` the logits, whose rows then lie at two strides at most, or into a contiguous tensor; None: a new one."""
     logits, layout = rows.at_two_strides()
-    inner, *strides = layout
     grad = uninitialised(logits.shape, logits.dtype, logits.device) if into is None else into
-    if grad is not logits:
-        strides = [inner * logits.shape[-1], logits.shape[-1]]
+    strides = rows.strides_of(grad, logits, layout)
     launch(
         _backward, rows.targets.numel(), logits, rows.targets, rows.temperatures, rows.floors, statistics,
         logp_gradient, entropy_gradient, grad, *numbers_of(rows, layout), *strides,

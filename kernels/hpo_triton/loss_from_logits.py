@@ -35,7 +35,7 @@ from .logits_rows import (
     write_gradient,
 )
 from .logprobs import numbers_of, rows_aligned
-from .rows import load, row_range, rows_of_few
+from .rows import load, places_of_few
 from .sums import policy_term, with_penalty
 from .terms import numbers_of as numbers_of_term
 from .terms import pre_of
@@ -52,9 +52,7 @@ def _token_gradient(
 ):  # fmt: skip
     """d loss / d logp of the tokens ``[1]``, as the sweeps of policy_loss compute it."""
     loaded = load_constants(inputs, logp, token, tokens, False, READING)
-    row = rows_of_few(inputs.cu_seqlens, rows, tokens, token)
-    range_ = row_range(inputs.cu_seqlens, row, rows, tokens)
-    inside = (token >= range_.begin) & (token < range_.end)
+    row, _, inside = places_of_few(inputs.cu_seqlens, rows, tokens, token)
     t = read_tokens(inputs, loaded, row, rows, inside, READING)
     if SHAPE is None:
         clipped = clip_tokens(
@@ -62,7 +60,7 @@ def _token_gradient(
             GATE.token == DROP,
         )  # fmt: skip
         policy = policy_term(t, clipped.ratio, GATE.score_head)
-        derivative = clip_derivative(t, policy, clipped, GATE.token == DROP, GATE.score_head)
+        derivative = clip_derivative(policy, clipped, GATE.token == DROP, GATE.score_head)
         derivative = tl.where(t.flows, derivative, 0.0)
         c = None if inputs.kl_weight is None else load(inputs.kl_weight, token, tokens, False, False)
         _, _, derivative = with_penalty(t, c, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient)
@@ -183,9 +181,7 @@ def loss_from_logits(
     if rows.floors is not None:
         return None
     logits, layout = rows.at_two_strides()
-    inner, *strides = layout
-    if into is not logits:
-        strides = [inner * logits.shape[-1], logits.shape[-1]]
+    strides = rows.strides_of(into, logits, layout)
     programs = _programs(logits, rows.targets.numel())
     if programs == 0:
         return None
@@ -200,8 +196,8 @@ def loss_from_logits(
         inputs.threshold, inputs.token_mask, inputs.token_weight, inputs.low, inputs.high, inputs.target,
         inputs.penalty_mask, inputs.kl_weight, pre_of(spec), numbers_of_term(spec.term), *numbers_of(rows, layout),
         *strides, inputs.weights.numel(), *low, *high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
-        READING=reading_of(inputs, spec)._replace(aligned=False), GATE=None if of_term else gate_of(inputs, spec),
-        SHAPE=shape_of(inputs, spec, True) if of_term else None,
+        READING=reading_of(inputs, spec)._replace(aligned=False), GATE=None if of_term else gate_of(spec),
+        SHAPE=shape_of(spec, True) if of_term else None,
         ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(into, *strides), LANES=LANES, CHUNKS=CHUNKS,
         BLOCK=BLOCK, num_warps=NUM_WARPS, maxnreg=REGISTERS,
     )  # fmt: skip

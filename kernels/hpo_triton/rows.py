@@ -106,6 +106,13 @@ def row_range(cu_seqlens, row, rows, tokens):
 
 
 @triton.jit
+def _places(cu_seqlens, row, rows, tokens, token):
+    """Rows of tokens, the ranges of these, and which tokens are inside; one that is not has no row."""
+    range_ = row_range(cu_seqlens, row, rows, tokens)
+    return row, range_, (token >= range_.begin) & (token < range_.end)
+
+
+@triton.jit
 def _last_row(cu_seqlens, rows, tokens, keys, SLOT: tl.constexpr, WIDTH: tl.constexpr):
     """For each of a few keys ``[K]`` the last row that begins at or before it, 0 if there is none.
 
@@ -127,14 +134,14 @@ def _last_row(cu_seqlens, rows, tokens, keys, SLOT: tl.constexpr, WIDTH: tl.cons
 
 
 @triton.jit
-def rows_of_few(cu_seqlens, rows, tokens, token):
-    """The row of each of a few tokens ``[K]``, in no order. A token outside the range of that row has no row."""
-    return _last_row(cu_seqlens, rows, tokens, token, 0, 64)
+def places_of_few(cu_seqlens, rows, tokens, token):
+    """The places of a few tokens ``[K]``, in no order."""
+    return _places(cu_seqlens, _last_row(cu_seqlens, rows, tokens, token, 0, 64), rows, tokens, token)
 
 
 @triton.jit
-def row_of_token(cu_seqlens, rows, tokens, start, TILE: tl.constexpr):
-    """The row of each token ``start + [0, TILE)``. A token outside the range of that row has no row."""
+def places_of_tile(cu_seqlens, rows, tokens, start, TILE: tl.constexpr):
+    """The places of the tokens ``start + [0, TILE)``."""
     borders = _last_row(cu_seqlens, rows, tokens, start + tl.arange(0, 2) * (TILE - 1), 0, TILE // 2)
     first, last = tl.min(borders), tl.max(borders)
     low = tl.zeros([TILE], tl.int64) + first
@@ -146,7 +153,7 @@ def row_of_token(cu_seqlens, rows, tokens, start, TILE: tl.constexpr):
         below = tl.load(cu_seqlens + middle) <= token
         low, high = tl.where(below, middle, low), tl.where(below, high, middle - 1)
         span = span // 2
-    return low
+    return _places(cu_seqlens, low, rows, tokens, token)
 
 
 # -------------------------------------------------------------------------------------------------------------- slots
@@ -195,6 +202,6 @@ def tokens_of_slots(begins, ends, row, rows, tokens, slot, SLOT: tl.constexpr, A
 
 
 @triton.jit
-def slot_tokens(cu_seqlens, rows, tokens, slot, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+def slot_tokens(cu_seqlens, rows, tokens, slot, SLOT: tl.constexpr):
     row = slot_owner(cu_seqlens, rows, tokens, slot, SLOT)
-    return tokens_of_slots(cu_seqlens, cu_seqlens + 1, row, rows, tokens, slot, SLOT, ALIGN)
+    return tokens_of_slots(cu_seqlens, cu_seqlens + 1, row, rows, tokens, slot, SLOT, 1)

@@ -83,7 +83,7 @@ def _count_rows(
             valid &= tl.load(mask + token, mask=valid, other=False)
         tl.atomic_add(counts + owner, tl.full([SLOTS * SLOT], 1, tl.int64), mask=valid, sem="relaxed")
     else:
-        slots = slot_tokens(cu_seqlens, rows, tokens, program * SLOTS + tl.arange(0, SLOTS), SLOT, 1)
+        slots = slot_tokens(cu_seqlens, rows, tokens, program * SLOTS + tl.arange(0, SLOTS), SLOT)
         inside = slots.inside
         if mask is not None:
             inside &= tl.load(mask + slots.token, mask=inside, other=False)

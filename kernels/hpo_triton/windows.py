@@ -16,7 +16,7 @@ import triton.language as tl
 from ..specs import Boundary, Invalid, WindowAggregate
 from .launch import REGISTERS, aligned, kernel, launch
 from .math import is_finite
-from .rows import TILE, load, row_of_token, row_range, store
+from .rows import TILE, load, places_of_tile, row_range, store
 
 FULL = tl.constexpr(int(Boundary.FULL))
 ZERO = tl.constexpr(int(Boundary.ZERO))
@@ -92,9 +92,7 @@ def _score_windows(
     start = tl.program_id(0).to(tl.int64) * TILE
     whole = start + TILE <= tokens
     token = start + tl.arange(0, TILE)
-    row = row_of_token(cu_seqlens, rows, tokens, start, TILE)
-    range_ = row_range(cu_seqlens, row, rows, tokens)
-    given = (token >= range_.begin) & (token < range_.end)
+    _, range_, given = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
     # A window is cut by its row: the loop goes no further than the longest row of this tile.
     behind = tl.max(tl.where(given, token - range_.begin, 0))
     ahead = tl.max(tl.where(given, range_.end - 1 - token, 0))
@@ -158,9 +156,9 @@ def _add_wide_digit(
     start = tl.program_id(0).to(tl.int64) * TILE
     token = start + tl.arange(0, TILE)
     exists = token < tokens
-    range_ = row_range(cu_seqlens, row_of_token(cu_seqlens, rows, tokens, start, TILE), rows, tokens)
+    _, range_, inside = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
     low, length = _window(token, range_, first, last)
-    takes = (token >= range_.begin) & (token < range_.end) & ((length & span) != 0)
+    takes = inside & ((length & span) != 0)
     at = low + (length & (span - 1))
     empty = _empty(AGGREGATE)
     x = tl.load(part + at, mask=takes, other=empty)
@@ -195,8 +193,7 @@ def _finish_wide_windows(
     start = tl.program_id(0).to(tl.int64) * TILE
     token = start + tl.arange(0, TILE)
     exists = token < tokens
-    range_ = row_range(cu_seqlens, row_of_token(cu_seqlens, rows, tokens, start, TILE), rows, tokens)
-    given = (token >= range_.begin) & (token < range_.end)
+    _, range_, given = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
     if mask is not None:
         given &= tl.load(mask + token, mask=exists, other=False)
     value = tl.load(values + token, mask=exists, other=0.0)

@@ -103,10 +103,25 @@ def k3(logp, ref, kl_loss_type, importance_ratio=None):
     return torch.exp(difference) - 1 - difference
 
 
-def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks):
+def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **_):
     ratio = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
     factor = ratio.clamp(args.tis_clip_low, args.tis_clip)
     return pg_loss * factor, loss_masks, {"tis": ratio}
+
+
+def rejecting(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
+    """A function of a user: factors on tokens, and masks without those whose ratio is high."""
+    ratios = [torch.exp(one - other) for one, other in zip(train_log_probs, rollout_log_probs, strict=True)]
+    assert [len(ratio) for ratio in ratios] == response_lengths
+    kept = [mask * (ratio < args.tis_clip) for mask, ratio in zip(loss_masks, ratios, strict=True)]
+    return pg_loss * torch.cat(ratios), kept, {"rejected": (torch.cat(ratios) >= args.tis_clip).float()}
+
+
+def sums_of_means(lengths, masks, sums, per_token):
+    weights = [1.0] * ROWS if per_token else [1.0 / n for n in sums]
+    return lambda values: sum(
+        w * (m * v).sum() for w, m, v in zip(weights, masks, torch.split(values, lengths), strict=True)
+    )
 
 
 def of_slime(batch, logp, sums, **fields):
@@ -114,15 +129,17 @@ def of_slime(batch, logp, sums, **fields):
         "advantage_estimator": "grpo", "calculate_per_token_loss": False, "entropy_coef": 0.0, "eps_clip": 0.2,
         "eps_clip_c": None, "eps_clip_high": 0.2, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "use_kl_loss": False,
         "use_opsm": False, "use_rollout_logprobs": False, "use_tis": False, "use_unbiased_kl": False, "tis_clip": 1.1,
-        "tis_clip_low": 0.0, **fields,
+        "tis_clip_low": 0.0, "get_mismatch_metrics": False, "custom_tis_function_path": None,
+        "custom_pg_loss_reducer_function_path": None, **fields,
     }  # fmt: skip
     entropy = [logp[row, :length] ** 2 for row, length in enumerate(batch.lengths)]
     theirs = {
         "get_log_probs_and_entropy": lambda *_, **__: (None, {"log_probs": parts(logp, batch), "entropy": entropy}),
         "get_rollout_top_p_logprob_kwargs": lambda *_: {},
         "compute_approx_kl": k3,
-        "vanilla_tis_function": truncated,
-    }
+        "vanilla_tis_function": truncated, "load_function": {"mine.rejecting": rejecting}.get,
+        "get_sum_of_sample_mean": lambda *told: sums_of_means(*told[1:]),
+    }  # fmt: skip
     handed = {
         "unconcat_tokens": None, "total_lengths": None, "response_lengths": batch.lengths,
         "loss_masks": parts(batch.mask.long(), batch), "advantages": parts(batch.advantages, batch),
@@ -130,14 +147,9 @@ def of_slime(batch, logp, sums, **fields):
         "ref_log_probs": parts(batch.ref, batch), "rollout_mask_sums": sums,
     }  # fmt: skip
 
-    def sum_of_sample_mean(values):
-        cut = torch.split(values, batch.lengths)
-        masks = handed["loss_masks"]
-        weights = [1.0] * ROWS if told["calculate_per_token_loss"] else [1.0 / n for n in sums]
-        return sum(w * (m * v).sum() for w, m, v in zip(weights, masks, cut, strict=True))
-
+    reducer = sums_of_means(batch.lengths, handed["loss_masks"], sums, told["calculate_per_token_loss"])
     with modules(slime__backends__megatron_utils__loss=theirs):
-        found = integration("slime").loss(SimpleNamespace(**told), handed, logp, sum_of_sample_mean)
+        found = integration("slime").loss(SimpleNamespace(**told), handed, logp, reducer)
     assert all(torch.is_tensor(value) and value.dim() == 0 for value in found[1].values())
     return found
 
@@ -172,6 +184,29 @@ def test_slime(per_token):
     assert count > 5 and logged["pg_clipfrac"] == pytest.approx(count * (1 if per_token else ROWS / batch.tokens))
 
 
+@pytest.mark.parametrize("flag", ["use_tis", "get_mismatch_metrics"])
+@pytest.mark.parametrize("per_token", [True, False])
+def test_slimes_custom_correction(per_token, flag):
+    """Its masks are those of all terms, in the denominators of all tokens."""
+    batch = Batch()
+    sums = slime_sums(batch)
+    weights = torch.ones(ROWS, 1) if per_token else 1 / torch.tensor(sums)[:, None]
+    ratio = torch.exp(batch.old - batch.rollout)
+    kept = batch.mask & (ratio < 1.1)
+
+    def theirs(logp):
+        terms = ratio * clipped(logp, batch.old, batch.advantages) - 0.1 * logp**2 + 0.05 * k3(logp, batch.ref, "k3")
+        return (weights * masked(terms, kept)).sum()
+
+    fields = {
+        flag: True, "custom_tis_function_path": "mine.rejecting", "calculate_per_token_loss": per_token,
+        "entropy_coef": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.05,
+    }  # fmt: skip
+    equal(lambda logp: of_slime(batch, logp, sums, **fields), theirs, batch.logp)
+    rejected = (weights * (batch.mask & ~kept)).sum().item()
+    assert rejected > 0 and of_slime(batch, batch.logp, sums, **fields)[1]["rejected"] == pytest.approx(rejected)
+
+
 def test_slimes_cispo_counts_what_its_clamp_moves():
     batch = Batch()
     ratio = torch.exp(batch.logp - batch.old)
@@ -199,7 +234,13 @@ def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
     [
         ("", {"context_parallel_size": 2}, "context_parallel_size"),
         ("", {"use_opsm": True}, "use_opsm"),
-        ("icepop", {"use_tis": True}, "correct the same difference"),
+        ("icepop", {"use_tis": True}, "use_tis: it and .* correct the same difference"),
+        ("icepop", {"get_mismatch_metrics": True}, "get_mismatch_metrics: it and .* correct the same difference"),
+        (
+            "",
+            {"custom_pg_loss_reducer_function_path": "mine.dr_grpo"},
+            "^custom_pg_loss_reducer_function_path: .*leave",
+        ),
         ("gspo", {"eps_clip_high": 0.28}, "eps_clip_high: the gate 'gspo' does not read it.*or take HPO_GATE away"),
         ("reconstructed.p3o", {}, "level of groups"),
         ("", {"advantage_estimator": "gspo", "eps_clip_c": 3.0}, "no dual clip"),

@@ -97,6 +97,19 @@ def test_equals_areal_with_its_rejections(fields, rejection, packed, areal):
     assert changed, "nothing was rejected: the comparison says little"
 
 
+@pytest.mark.parametrize("gate", ["sapo", "dapo"])
+def test_rejections_act_beside_any_gate(gate, areal, monkeypatch):
+    monkeypatch.setenv("HPO_GATE", gate)
+    ours, batch = integration("areal").grpo_loss_fn, Batch()
+    made = importlib.import_module("areal.api.cli_args").RejectionSamplingConfig(**REJECTIONS["tokens"])
+    _, without = gradient(call(ours, batch, False, CLIP), batch.logp)
+    _, found = gradient(call(ours, batch, False, {**CLIP, "rejection_sampling": made}), batch.logp)
+    ratio = torch.exp(batch.old - batch.rollout)
+    factor = torch.where(ratio < 1.2, ratio, 0.0)
+    torch.testing.assert_close(found, factor * without)
+    assert (factor[batch.mask] == 0).any()
+
+
 def test_equals_areal_with_m2po(areal):
     assert compared(areal, Batch(), True, {**CLIP, "m2_threshold": 0.02}).abs().max() > 0
 

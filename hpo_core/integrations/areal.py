@@ -94,7 +94,7 @@ def grpo_loss_fn(
         gate.name,
     )
     token_weight, kept = None, mask
-    if rejection_sampling is not None and gate.name != "sapo":
+    if rejection_sampling is not None and not use_sapo_loss:
         functional = importlib.import_module("areal.utils.functional.functional")
         found = functional.apply_rejection_sampling(
             proximal_logprobs=proximal, old_logprobs=behaviour, loss_mask=mask, cu_seqlens=cu, config=rejection_sampling

@@ -236,6 +236,7 @@ def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
         ("", {"use_opsm": True}, "use_opsm"),
         ("icepop", {"use_tis": True}, "use_tis: it and .* correct the same difference"),
         ("icepop", {"get_mismatch_metrics": True}, "get_mismatch_metrics: it and .* correct the same difference"),
+        ("icepop", {"use_rollout_logprobs": True}, "with --use-rollout-logprobs there is one old policy"),
         (
             "",
             {"custom_pg_loss_reducer_function_path": "mine.dr_grpo"},

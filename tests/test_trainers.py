@@ -296,7 +296,7 @@ def test_areal_takes_the_gate_of_the_environment(monkeypatch):
             logp, old, batch.packed(batch.advantages), packed, gate, advantage_level="token",
             rollout_logp=rollout if gate.reads_rollout else None,
         )  # fmt: skip
-        torch.testing.assert_close(areal_loss(logp, batch), expected.loss)
+        torch.testing.assert_close(areal_loss(logp, batch, use_decoupled_loss=True), expected.loss)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,8 @@ def test_areal_takes_the_gate_of_the_environment(monkeypatch):
     [
         ("dapo", {"eps_clip": 0.4}, "eps_clip: the gate 'dapo' does not read it"),
         ("dapo", {"use_sapo_loss": True}, "use_sapo_loss"),
-        ("icepop", {"rejection_sampling": object()}, "correct the same difference"),
+        ("icepop", {"rejection_sampling": object(), "use_decoupled_loss": True}, "correct the same difference"),
+        ("icepop", {}, "with actor.use_decoupled_loss=false there is one old policy"),
         ("reconstructed.p3o", {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ("kl_cov", {}, "needs"),
         ("", {"importance_sampling_level": "row"}, "expected one of token, sequence"),

@@ -87,7 +87,9 @@ def grpo_loss_fn(
     gate = _described(fields, sapo_tau_pos, sapo_tau_neg, use_decoupled_loss) if told is None else told
     if told is not None:
         check_unread(told, "AReaL", fields, _UNSET, " or take HPO_GATE away")
-        check_gate(told, "AReaL")
+        # without it AReaL gives prox_logp and logprobs the same values
+        coupled = "" if use_decoupled_loss else "with actor.use_decoupled_loss=false there is one old policy"
+        check_gate(told, "AReaL", one_policy=coupled)
     check(
         rejection_sampling is None or not gate.needs_rollout,
         "actor.rejection_sampling: it and the gate {!r} correct the same difference; set it to null",

@@ -53,7 +53,8 @@ def loss(
     gate = _described(args) if told is None else told
     if told is not None:
         check_unread(told, "slime", {name: getattr(args, name) for name in _UNSET}, _UNSET, " or take HPO_GATE away")
-    check_gate(gate, "slime")
+    anchored = "with --use-rollout-logprobs there is one old policy" if args.use_rollout_logprobs else ""
+    check_gate(gate, "slime", one_policy=anchored)
     # slime's loss corrects under either flag
     flag = "use_tis" if args.use_tis else "get_mismatch_metrics"
     corrects = getattr(args, flag, False)

@@ -217,6 +217,15 @@ def test_openrlhf_refuses_by_name(gate, flags, said, monkeypatch):
         integration("openrlhf").HPOPolicyLoss(**flags)
 
 
+def test_openrlhf_drops_a_row_whose_statistic_is_nan():
+    batch = Batch()
+    batch.rollout[0, 0] = torch.nan
+    loss = integration("openrlhf").HPOPolicyLoss(is_correction_level="seq")
+    _, grad = gradient(lambda logp: loss(logp, batch.old, batch.advantages, batch.mask, batch.rollout), batch.logp)
+    assert (grad[0] == 0).all() and (grad[1:] != 0).any()
+    assert loss(batch.logp, batch.old, batch.advantages, batch.mask, batch.rollout)[4] == pytest.approx(1 / ROWS)
+
+
 def test_openrlhfs_gspo_has_its_dual_clip():
     made = integration("openrlhf").HPOPolicyLoss(policy_loss_type="gspo", clip_eps_high=0.28, dual_clip=1.5)
     assert made.used.levels[0].gate == gates.ppo_clip(0.2, 0.28, ratio_dual=1.5).token

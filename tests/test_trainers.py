@@ -261,9 +261,9 @@ def areal_actor(**names):
     return {
         "_resolve_proximal_logp": lambda **told: told["prox_logp_gt"],
         "infer_token_denominator": lambda data, mask: torch.ones_like(mask),
-        "stats_tracker": mock.MagicMock(),
+        "stats_tracker": mock.MagicMock(), "_log_proximal_approximation_stats": mock.Mock(),
         **names,
-    }
+    }  # fmt: skip
 
 
 def areal_inputs(batch):

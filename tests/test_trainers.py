@@ -397,6 +397,15 @@ def test_rllm_tells_the_lengths_of_trajectories(rllm):
     np.testing.assert_allclose(found[0], [1 - baseline, -baseline], rtol=1e-6)
 
 
+def test_rllms_switch_of_the_deviation_is_read_or_refused(rllm):
+    registry, _ = rllm
+    rewards, off = [np.array([1.0, 0.0, 0.5])], SimpleNamespace(norm_adv_by_std_in_grpo=False)
+    with pytest.raises(ValueError, match=r"norm_adv_by_std_in_grpo: grpo divides by a deviation .*take hpo_dr_grpo"):
+        registry["hpo_grpo"](rewards=rewards, algorithm_config=off)
+    found, expected = (registry["hpo_rloo"](rewards=rewards, algorithm_config=each)[0] for each in (off, None))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_rllms_registry_has_every_estimator_that_needs_no_more(rllm):
     registry, module = rllm
     assert set(registry) == {f"hpo_{name}" for name in module.ESTIMATORS}

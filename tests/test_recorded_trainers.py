@@ -207,6 +207,19 @@ def test_slimes_custom_correction(per_token, flag):
     assert rejected > 0 and of_slime(batch, batch.logp, sums, **fields)[1]["rejected"] == pytest.approx(rejected)
 
 
+@pytest.mark.parametrize("per_token", [True, False])
+def test_slimes_log(per_token):
+    """ppo_kl as slime has it, and counts of what the loss leaves out, under the same names in each micro-batch."""
+    batch, bad = Batch(), Batch()
+    sums = slime_sums(batch)
+    bad.old[0, 0] = torch.nan
+    one, other = (of_slime(each, batch.logp, sums, calculate_per_token_loss=per_token)[1] for each in (batch, bad))
+    weights = torch.ones(ROWS, 1) if per_token else 1 / torch.tensor(sums)[:, None]
+    kl = (weights * masked(batch.old - batch.logp, batch.mask)).sum().item()
+    assert one["ppo_kl"] == pytest.approx(kl, rel=1e-5)
+    assert list(one) == list(other) and one["hpo/nan_tokens"] == 0 and other["hpo/nan_tokens"] == 1
+
+
 def test_slimes_cispo_counts_what_its_clamp_moves():
     batch = Batch()
     ratio = torch.exp(batch.logp - batch.old)

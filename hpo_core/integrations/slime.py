@@ -19,6 +19,7 @@ import torch
 from .. import gates
 from ..checks import check
 from ..gates import RatioGate
+from ..metrics import FLAGS
 from .micro_batch import check_gate, check_unread, clip_slots, packed_rows, token_loss
 from .named import told_gate
 
@@ -126,7 +127,8 @@ def loss(
         total = total + args.kl_loss_coef * reduced
     if logp.numel() == 0:  # the backward pass of a rank without tokens must reach its parameters, too
         total = total + 0 * logits.sum()
-    # slime divides what is logged as it divides the loss
+    # slime divides what is logged as it divides the loss. The kernel counts clipped tokens in all, not of each sample:
+    # without --calculate-per-token-loss their fraction is one of tokens, too, and not the mean of samples' fractions.
     share = (weights * rows.row_counts).sum() / out.metrics["tokens"].clamp(min=1)
     clipped = sum(out.metrics[slot] for slot in clip_slots(gate))
     return total, {
@@ -134,7 +136,9 @@ def loss(
         "pg_loss": out.loss.detach(),
         "entropy_loss": entropy.detach(),
         "pg_clipfrac": (clipped * share).float(),
-        "ppo_kl": (-out.metrics["log_ratio_sum"] * share).float(),
+        "ppo_kl": sum_of_sample_mean(torch.where(torch.cat(masks) != 0, old - logp.detach(), 0.0)),
+        # every micro-batch has the same names, because slime adds up what they log by its place
+        **{f"hpo/{name}": out.metrics[name].float() for name in FLAGS},
         **logged,
     }
 

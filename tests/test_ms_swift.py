@@ -108,6 +108,14 @@ def test_equals_swift(arguments, swift, ours):
     assert not stops or stopped > 0.1, "nothing was clipped: the comparison says little"
 
 
+@pytest.mark.parametrize("gap", [2.0, 4.0, 25.0, -13.0])
+def test_the_penalty_is_swifts_clamped_k3(gap, swift, ours):
+    batch, told = Batch(), {"loss_type": "grpo", "beta": 0.04, "top_entropy_quantile": 0.4}
+    batch.ref[1, :3] = batch.logp[1, :3] + gap
+    expected, found = (run(kind, swift, batch, told)[0] for kind in (swift.GRPOTrainer, ours.HPOSwiftTrainer))
+    close(found, expected)
+
+
 def test_another_gate_keeps_denominators_and_corrections(swift, ours):
     batch, told = Batch(), {"loss_type": "grpo", "rollout_importance_sampling_mode": "token_truncate"}
     gate = hpo.gates.step_gspo(0.02, 0.03)

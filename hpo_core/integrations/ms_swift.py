@@ -116,7 +116,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         threshold = metrics["entropy"].get("entropy_threshold")
         out = token_loss(
             logp, old, grpo_batch.advantages, batch, gate, self._weights(batch, grpo_batch), rollout_logp=rollout,
-            ref_logp=None if penalty is None else grpo_batch.ref_per_token_logps.float(), kl=penalty,
+            ref_logp=None if penalty is None else grpo_batch.ref_per_token_logps, kl=penalty, clamp_k3=True,
             token_mask=None if threshold is None or entropy is None else entropy.detach() >= threshold,
             token_weight=None if weight is None else weight.expand_as(logp).float(),
         )  # fmt: skip

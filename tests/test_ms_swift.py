@@ -2,6 +2,7 @@
 it."""
 
 import importlib
+import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -165,3 +166,6 @@ def test_swift_finds_the_trainer_and_the_gate(swift, ours, monkeypatch):
     assert ours.HPOSwiftTrainer.gate == hpo.gates.dapo()
     with pytest.raises(TypeError, match="expected a RatioGate"):
         ours.use("gspo")
+    monkeypatch.setitem(sys.modules, "swift.megatron", None)
+    with pytest.raises(ValueError, match="'megatron rlhf' has trainers of its own"):
+        ours.use(hpo.gates.dapo())

@@ -41,8 +41,19 @@ def areal():
         yield importlib.import_module("areal.trainer.ppo.actor")
 
 
+# What AReaL knows of the loss of a token; ours logs the fractions hpo_clipped and hpo_dual_clipped.
+NOT_LOGGED = {
+    *("actor_loss", "clip_ratio", "clipped_tokens", "clipped_new_logp", "clipped_old_logp"),
+    *("dual_clip_ratio", "dual_clipped_tokens"),
+    *("sapo_soft_gate", "sapo_scaled_gate_pos", "sapo_scaled_gate_neg"),
+}
+
+
 def inputs(batch, packed):
-    names = {"logprobs": batch.rollout, "prox_logp": batch.old, "advantages": batch.advantages, "loss_mask": batch.mask}
+    names = {
+        "logprobs": batch.rollout, "prox_logp": batch.old, "advantages": batch.advantages, "loss_mask": batch.mask,
+        "versions": torch.arange(-1, 3).repeat(batch.mask.numel())[: batch.mask.numel()].reshape(batch.mask.shape),
+    }  # fmt: skip
     made = {name: batch.packed(value) if packed else value.clone() for name, value in names.items()}
     return {**made, **({"cu_seqlens": batch.cu_seqlens()} if packed else {})}
 
@@ -61,6 +72,7 @@ def compared(areal, batch, packed, fields):
     expected = gradient(peer, logp)
     for name, value in areal.stats_tracker.export().items():
         other = {"importance_sampling_level", "rejection_sampling"} & fields.keys() and name.startswith("importance")
+        assert name in logged or name.split("/")[0] in NOT_LOGGED, name
         if name in logged and not other:  # ours is the ratio of each valid token with any gate and rejection
             assert logged[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert {"importance_weight", "approx_kl", "entropy", "hpo_clipped"} <= {name.split("/")[0] for name in logged}
@@ -90,6 +102,30 @@ def test_equals_areal_with_its_rejections(fields, rejection, packed, areal):
         grad = compared(areal, Batch(seed), packed, {**FIELDS[fields], "rejection_sampling": made})
         changed += not torch.allclose(grad, compared(areal, Batch(seed), packed, FIELDS[fields]))
     assert changed, "nothing was rejected: the comparison says little"
+
+
+@pytest.mark.parametrize("method", ["recompute", "metrics", "loglinear"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_logs_proximal_policies_and_versions_as_areal(packed, method, areal):
+    made = importlib.import_module("areal.api.cli_args").RejectionSamplingConfig(**REJECTIONS["tokens"])
+    told = {"current_version": 3, "prox_logp_method": method, "rejection_sampling": made, "use_decoupled_loss": True}
+    scope = areal.stats_tracker.scope
+    with mock.patch.object(areal.stats_tracker, "scope", side_effect=scope) as scopes:
+        compared(areal, Batch(), packed, {**CLIP, **told})
+    assert [each.args for each in scopes.call_args_list] == 2 * [("compute_logp",), ("version_stats",)]
+
+
+@pytest.mark.parametrize("gate", ["sapo", "dapo"])
+def test_rejections_act_beside_any_gate(gate, areal, monkeypatch):
+    monkeypatch.setenv("HPO_GATE", gate)
+    ours, batch = integration("areal").grpo_loss_fn, Batch()
+    made = importlib.import_module("areal.api.cli_args").RejectionSamplingConfig(**REJECTIONS["tokens"])
+    _, without = gradient(call(ours, batch, False, CLIP), batch.logp)
+    _, found = gradient(call(ours, batch, False, {**CLIP, "rejection_sampling": made}), batch.logp)
+    ratio = torch.exp(batch.old - batch.rollout)
+    factor = torch.where(ratio < 1.2, ratio, 0.0)
+    torch.testing.assert_close(found, factor * without)
+    assert (factor[batch.mask] == 0).any()
 
 
 def test_equals_areal_with_m2po(areal):

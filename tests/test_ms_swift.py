@@ -2,6 +2,7 @@
 it."""
 
 import importlib
+import sys
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -108,6 +109,14 @@ def test_equals_swift(arguments, swift, ours):
     assert not stops or stopped > 0.1, "nothing was clipped: the comparison says little"
 
 
+@pytest.mark.parametrize("gap", [2.0, 4.0, 25.0, -13.0])
+def test_the_penalty_is_swifts_clamped_k3(gap, swift, ours):
+    batch, told = Batch(), {"loss_type": "grpo", "beta": 0.04, "top_entropy_quantile": 0.4}
+    batch.ref[1, :3] = batch.logp[1, :3] + gap
+    expected, found = (run(kind, swift, batch, told)[0] for kind in (swift.GRPOTrainer, ours.HPOSwiftTrainer))
+    close(found, expected)
+
+
 def test_another_gate_keeps_denominators_and_corrections(swift, ours):
     batch, told = Batch(), {"loss_type": "grpo", "rollout_importance_sampling_mode": "token_truncate"}
     gate = hpo.gates.step_gspo(0.02, 0.03)
@@ -157,3 +166,6 @@ def test_swift_finds_the_trainer_and_the_gate(swift, ours, monkeypatch):
     assert ours.HPOSwiftTrainer.gate == hpo.gates.dapo()
     with pytest.raises(TypeError, match="expected a RatioGate"):
         ours.use("gspo")
+    monkeypatch.setitem(sys.modules, "swift.megatron", None)
+    with pytest.raises(ValueError, match="'megatron rlhf' has trainers of its own"):
+        ours.use(hpo.gates.dapo())

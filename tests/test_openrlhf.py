@@ -70,6 +70,15 @@ def test_equals_openrlhf(flags, counts, ours, theirs):
     assert clipped > 0.05, "nothing was clipped: the comparison says little"
 
 
+@pytest.mark.parametrize("flags", ["icepop", "geometric mask", "total variation", "binary kl"])
+def test_what_the_sampler_does_not_tell_is_dropped_as_in_openrlhf(flags, ours, theirs):
+    batch = Batch()
+    batch.rollout[0, 0] = torch.nan
+    own, peer = (call(kind(**FLAGS[flags]), batch, batch.mask.float(), {}) for kind in (ours, theirs))
+    equal(own, peer, batch.logp)
+    torch.testing.assert_close(own(batch.logp)[4], peer(batch.logp)[4])
+
+
 def test_the_comparison_discriminates(ours, theirs):
     batch = Batch()
     differ(

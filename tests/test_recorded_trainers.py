@@ -97,10 +97,36 @@ def k3(logp, ref, kl_loss_type, importance_ratio=None):
     return torch.exp(difference) - 1 - difference
 
 
-def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks):
+def clamped_k3(logp, ref, factor=1.0):
+    """That of NeMo-RL, and of ROLL, which does not clamp the log-ratio: beyond 20 the value is at its bound anyway."""
+    return (factor * k3(logp, ref.clamp(logp.detach() - 20, logp.detach() + 20), "k3")).clamp(-10, 10)
+
+
+def with_a_far_reference(batch):
+    """The batch with tokens whose k3 is at the bound, and one beyond what exp of float32 holds."""
+    batch.ref[0, :3] = batch.logp[0, :3] + torch.tensor([4.0, 120.0, -12.0])
+    return batch
+
+
+def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **_):
     ratio = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
     factor = ratio.clamp(args.tis_clip_low, args.tis_clip)
     return pg_loss * factor, loss_masks, {"tis": ratio}
+
+
+def rejecting(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
+    """A function of a user: factors on tokens, and masks without those whose ratio is high."""
+    ratios = [torch.exp(one - other) for one, other in zip(train_log_probs, rollout_log_probs, strict=True)]
+    assert [len(ratio) for ratio in ratios] == response_lengths
+    kept = [mask * (ratio < args.tis_clip) for mask, ratio in zip(loss_masks, ratios, strict=True)]
+    return pg_loss * torch.cat(ratios), kept, {"rejected": (torch.cat(ratios) >= args.tis_clip).float()}
+
+
+def sums_of_means(lengths, masks, sums, per_token):
+    weights = [1.0] * ROWS if per_token else [1.0 / n for n in sums]
+    return lambda values: sum(
+        w * (m * v).sum() for w, m, v in zip(weights, masks, torch.split(values, lengths), strict=True)
+    )
 
 
 def of_slime(batch, logp, sums, **fields):
@@ -108,15 +134,17 @@ def of_slime(batch, logp, sums, **fields):
         "advantage_estimator": "grpo", "calculate_per_token_loss": False, "entropy_coef": 0.0, "eps_clip": 0.2,
         "eps_clip_c": None, "eps_clip_high": 0.2, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "use_kl_loss": False,
         "use_opsm": False, "use_rollout_logprobs": False, "use_tis": False, "use_unbiased_kl": False, "tis_clip": 1.1,
-        "tis_clip_low": 0.0, **fields,
+        "tis_clip_low": 0.0, "get_mismatch_metrics": False, "custom_tis_function_path": None,
+        "custom_pg_loss_reducer_function_path": None, **fields,
     }  # fmt: skip
     entropy = [logp[row, :length] ** 2 for row, length in enumerate(batch.lengths)]
     theirs = {
         "get_log_probs_and_entropy": lambda *_, **__: (None, {"log_probs": parts(logp, batch), "entropy": entropy}),
         "get_rollout_top_p_logprob_kwargs": lambda *_: {},
         "compute_approx_kl": k3,
-        "vanilla_tis_function": truncated,
-    }
+        "vanilla_tis_function": truncated, "load_function": {"mine.rejecting": rejecting}.get,
+        "get_sum_of_sample_mean": lambda *told: sums_of_means(*told[1:]),
+    }  # fmt: skip
     handed = {
         "unconcat_tokens": None, "total_lengths": None, "response_lengths": batch.lengths,
         "loss_masks": parts(batch.mask.long(), batch), "advantages": parts(batch.advantages, batch),
@@ -124,14 +152,9 @@ def of_slime(batch, logp, sums, **fields):
         "ref_log_probs": parts(batch.ref, batch), "rollout_mask_sums": sums,
     }  # fmt: skip
 
-    def sum_of_sample_mean(values):
-        cut = torch.split(values, batch.lengths)
-        masks = handed["loss_masks"]
-        weights = [1.0] * ROWS if told["calculate_per_token_loss"] else [1.0 / n for n in sums]
-        return sum(w * (m * v).sum() for w, m, v in zip(weights, masks, cut, strict=True))
-
+    reducer = sums_of_means(batch.lengths, handed["loss_masks"], sums, told["calculate_per_token_loss"])
     with modules(slime__backends__megatron_utils__loss=theirs):
-        found = integration("slime").loss(SimpleNamespace(**told), handed, logp, sum_of_sample_mean)
+        found = integration("slime").loss(SimpleNamespace(**told), handed, logp, reducer)
     assert all(torch.is_tensor(value) and value.dim() == 0 for value in found[1].values())
     return found
 
@@ -166,6 +189,42 @@ def test_slime(per_token):
     assert count > 5 and logged["pg_clipfrac"] == pytest.approx(count * (1 if per_token else ROWS / batch.tokens))
 
 
+@pytest.mark.parametrize("flag", ["use_tis", "get_mismatch_metrics"])
+@pytest.mark.parametrize("per_token", [True, False])
+def test_slimes_custom_correction(per_token, flag):
+    """Its masks are those of all terms, in the denominators of all tokens."""
+    batch = Batch()
+    sums = slime_sums(batch)
+    weights = torch.ones(ROWS, 1) if per_token else 1 / torch.tensor(sums)[:, None]
+    ratio = torch.exp(batch.old - batch.rollout)
+    kept = batch.mask & (ratio < 1.1)
+
+    def theirs(logp):
+        terms = ratio * clipped(logp, batch.old, batch.advantages) - 0.1 * logp**2 + 0.05 * k3(logp, batch.ref, "k3")
+        return (weights * masked(terms, kept)).sum()
+
+    fields = {
+        flag: True, "custom_tis_function_path": "mine.rejecting", "calculate_per_token_loss": per_token,
+        "entropy_coef": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.05,
+    }  # fmt: skip
+    equal(lambda logp: of_slime(batch, logp, sums, **fields), theirs, batch.logp)
+    rejected = (weights * (batch.mask & ~kept)).sum().item()
+    assert rejected > 0 and of_slime(batch, batch.logp, sums, **fields)[1]["rejected"] == pytest.approx(rejected)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_slimes_log(per_token):
+    """ppo_kl as slime has it, and counts of what the loss leaves out, under the same names in each micro-batch."""
+    batch, bad = Batch(), Batch()
+    sums = slime_sums(batch)
+    bad.old[0, 0] = torch.nan
+    one, other = (of_slime(each, batch.logp, sums, calculate_per_token_loss=per_token)[1] for each in (batch, bad))
+    weights = torch.ones(ROWS, 1) if per_token else 1 / torch.tensor(sums)[:, None]
+    kl = (weights * masked(batch.old - batch.logp, batch.mask)).sum().item()
+    assert one["ppo_kl"] == pytest.approx(kl, rel=1e-5)
+    assert list(one) == list(other) and one["hpo/nan_tokens"] == 0 and other["hpo/nan_tokens"] == 1
+
+
 def test_slimes_cispo_counts_what_its_clamp_moves():
     batch = Batch()
     ratio = torch.exp(batch.logp - batch.old)
@@ -193,7 +252,14 @@ def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
     [
         ("", {"context_parallel_size": 2}, "context_parallel_size"),
         ("", {"use_opsm": True}, "use_opsm"),
-        ("icepop", {"use_tis": True}, "correct the same difference"),
+        ("icepop", {"use_tis": True}, "use_tis: it and .* correct the same difference"),
+        ("icepop", {"get_mismatch_metrics": True}, "get_mismatch_metrics: it and .* correct the same difference"),
+        ("icepop", {"use_rollout_logprobs": True}, "with --use-rollout-logprobs there is one old policy"),
+        (
+            "",
+            {"custom_pg_loss_reducer_function_path": "mine.dr_grpo"},
+            "^custom_pg_loss_reducer_function_path: .*leave",
+        ),
         ("gspo", {"eps_clip_high": 0.28}, "eps_clip_high: the gate 'gspo' does not read it.*or take HPO_GATE away"),
         ("reconstructed.p3o", {}, "level of groups"),
         ("", {"advantage_estimator": "gspo", "eps_clip_c": 3.0}, "no dual clip"),
@@ -206,7 +272,8 @@ def test_slime_refuses_by_name(gate, fields, said, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------- NeMo-RL
-# LossFunction, and ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py at 7ea279a.
+# LossFunction, calculate_kl of nemo_rl/algorithms/utils.py and ClippedPGLossFn of
+# nemo_rl/algorithms/loss/loss_functions.py at 7ea279a.
 
 
 @pytest.fixture
@@ -237,7 +304,7 @@ def nemo_data(batch):
 
 @pytest.mark.parametrize("per_token", [True, False])
 def test_nemo_rl(per_token, nemo_rl):
-    batch = Batch()
+    batch = with_a_far_reference(Batch())
     data, mask = nemo_data(batch)
     loss = nemo_rl(
         "icepop(0.8, 1.2, gate=ppo_clip(0.2, 0.28, 1.5))", token_level_loss=per_token, reference_policy_kl_penalty=0.1
@@ -256,7 +323,7 @@ def test_nemo_rl(per_token, nemo_rl):
         weight = torch.where((weight >= 0.8) & (weight <= 1.2), weight, 0.0)
         terms = weight * clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5)
         factor = torch.exp(logp - logp.detach())  # of the score function
-        terms = masked(terms + 0.1 * factor * k3(logp, batch.ref, "k3"), mask)
+        terms = masked(terms + 0.1 * clamped_k3(logp, batch.ref, factor), mask)
         return terms.sum() / 77.0 if per_token else (terms.sum(1) / batch.mask.sum(1)).sum() / 9.0
 
     equal(ours, theirs, batch.logp)
@@ -315,7 +382,7 @@ def of_roll(batch, logp, **fields):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_roll(mode):
-    batch = Batch()
+    batch = with_a_far_reference(Batch())
     counts = batch.mask.sum(1, keepdim=True)
     weights = {
         "token-mean": 1 / 99, "seq-mean-token-sum": 1 / 7, "seq-mean-token-mean": 1 / (7 * counts),
@@ -324,7 +391,7 @@ def test_roll(mode):
 
     def theirs(logp):
         terms = clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.4)
-        terms = terms + 0.1 * k3(logp, batch.ref, "k3") - 0.05 * logp**2
+        terms = terms + 0.1 * clamped_k3(logp, batch.ref) - 0.05 * logp**2
         return (weights * masked(terms, batch.mask)).sum()
 
     fields = {"loss_agg_mode": mode, "use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.05}

@@ -194,6 +194,16 @@ def test_refusals(skyrl, ours):
         ours.register_advantage("mine", hpo.advantages.gigpo)
 
 
+def test_a_gate_of_the_samplers_ratio_has_the_gradient_of_dppo(skyrl, ours):
+    """And reads no recomputed old policy, so that it may train fully asynchronously."""
+    batch, config = Batch(), configuration(policy_loss_type="dppo")
+    ours.register("mine", hpo.gates.dppo_tv(0.2, 0.2, channel=hpo.gates.Channel.TOTAL))
+    _, expected = gradient(call(skyrl, "dppo", batch, batch.advantages, config), batch.logp)
+    batch.old = batch.old - 1.0
+    _, found = gradient(call(skyrl, "mine", batch, batch.advantages, configuration()), batch.logp)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_what_stands_at_masked_positions_is_not_read(skyrl, ours):
     batch, config = Batch(), configuration(**{"off_policy_correction.tis_ratio_type": "token"})
     own = call(skyrl, "hpo_ppo_clip", batch, batch.advantages, config)(batch.logp)[0]

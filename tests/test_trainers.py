@@ -211,6 +211,15 @@ def test_openrlhf_refuses_by_name(gate, flags, said, monkeypatch):
         integration("openrlhf").HPOPolicyLoss(**flags)
 
 
+def test_openrlhf_drops_a_row_whose_statistic_is_nan():
+    batch = Batch()
+    batch.rollout[0, 0] = torch.nan
+    loss = integration("openrlhf").HPOPolicyLoss(is_correction_level="seq")
+    _, grad = gradient(lambda logp: loss(logp, batch.old, batch.advantages, batch.mask, batch.rollout), batch.logp)
+    assert (grad[0] == 0).all() and (grad[1:] != 0).any()
+    assert loss(batch.logp, batch.old, batch.advantages, batch.mask, batch.rollout)[4] == pytest.approx(1 / ROWS)
+
+
 def test_openrlhfs_gspo_has_its_dual_clip():
     made = integration("openrlhf").HPOPolicyLoss(policy_loss_type="gspo", clip_eps_high=0.28, dual_clip=1.5)
     assert made.used.levels[0].gate == gates.ppo_clip(0.2, 0.28, ratio_dual=1.5).token
@@ -246,9 +255,9 @@ def areal_actor(**names):
     return {
         "_resolve_proximal_logp": lambda **told: told["prox_logp_gt"],
         "infer_token_denominator": lambda data, mask: torch.ones_like(mask),
-        "stats_tracker": mock.MagicMock(),
+        "stats_tracker": mock.MagicMock(), "_log_proximal_approximation_stats": mock.Mock(),
         **names,
-    }
+    }  # fmt: skip
 
 
 def areal_inputs(batch):
@@ -290,7 +299,7 @@ def test_areal_takes_the_gate_of_the_environment(monkeypatch):
             logp, old, batch.packed(batch.advantages), packed, gate, advantage_level="token",
             rollout_logp=rollout if gate.reads_rollout else None,
         )  # fmt: skip
-        torch.testing.assert_close(areal_loss(logp, batch), expected.loss)
+        torch.testing.assert_close(areal_loss(logp, batch, use_decoupled_loss=True), expected.loss)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +307,8 @@ def test_areal_takes_the_gate_of_the_environment(monkeypatch):
     [
         ("dapo", {"eps_clip": 0.4}, "eps_clip: the gate 'dapo' does not read it"),
         ("dapo", {"use_sapo_loss": True}, "use_sapo_loss"),
-        ("icepop", {"rejection_sampling": object()}, "correct the same difference"),
+        ("icepop", {"rejection_sampling": object(), "use_decoupled_loss": True}, "correct the same difference"),
+        ("icepop", {}, "with actor.use_decoupled_loss=false there is one old policy"),
         ("reconstructed.p3o", {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ("kl_cov", {}, "needs"),
         ("", {"importance_sampling_level": "row"}, "expected one of token, sequence"),
@@ -379,6 +389,15 @@ def test_rllm_tells_the_lengths_of_trajectories(rllm):
     found, _ = registry["hpo_opo"](rewards=[np.array([1.0, 0.0])], algorithm_config=None, traj_groups=groups)
     baseline = (2 * 1.0 + 6 * 0.0) / 8  # weighted by the tokens of both steps
     np.testing.assert_allclose(found[0], [1 - baseline, -baseline], rtol=1e-6)
+
+
+def test_rllms_switch_of_the_deviation_is_read_or_refused(rllm):
+    registry, _ = rllm
+    rewards, off = [np.array([1.0, 0.0, 0.5])], SimpleNamespace(norm_adv_by_std_in_grpo=False)
+    with pytest.raises(ValueError, match=r"norm_adv_by_std_in_grpo: grpo divides by a deviation .*take hpo_dr_grpo"):
+        registry["hpo_grpo"](rewards=rewards, algorithm_config=off)
+    found, expected = (registry["hpo_rloo"](rewards=rewards, algorithm_config=each)[0] for each in (off, None))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_rllms_registry_has_every_estimator_that_needs_no_more(rllm):

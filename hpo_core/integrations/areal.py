@@ -62,7 +62,8 @@ def grpo_loss_fn(
     vocab_max_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What AReaL's actor calls: the mean over the valid tokens of a micro-batch, which its engine weighs by their
-    number. ``rejection_sampling``, ``m2_threshold`` and the proximal policy stay AReaL's.
+    number. ``rejection_sampling``, ``m2_threshold`` and the proximal policy stay AReaL's, and so does what it logs of
+    these and of versions.
 
     Raises:
         ValueError: a field that the gate of ``HPO_GATE`` would silence; a gate that needs what AReaL does not tell its
@@ -85,19 +86,28 @@ def grpo_loss_fn(
         mask = actor._apply_m2po_masking(behaviour, proximal, mask, m2_threshold)
     told = told_beside("AReaL", fields, _UNSET)
     gate = _described(fields, sapo_tau_pos, sapo_tau_neg, use_decoupled_loss) if told is None else told
-    check_gate(gate, "AReaL")
+    # without it AReaL gives prox_logp and logprobs the same values
+    coupled = "" if use_decoupled_loss else "with actor.use_decoupled_loss=false there is one old policy"
+    check_gate(gate, "AReaL", one_policy=coupled)
     check(
         rejection_sampling is None or not gate.needs_rollout,
         "actor.rejection_sampling: it and the gate {!r} correct the same difference; set it to null",
         gate.name,
     )
-    token_weight, kept = None, mask
-    if rejection_sampling is not None and gate.name != "sapo":
+    token_weight, kept, trusted = None, mask, mask
+    if rejection_sampling is not None and not use_sapo_loss:
         functional = importlib.import_module("areal.utils.functional.functional")
         found = functional.apply_rejection_sampling(
             proximal_logprobs=proximal, old_logprobs=behaviour, loss_mask=mask, cu_seqlens=cu, config=rejection_sampling
         )
         token_weight, kept = found.behave_imp_weight.float(), found.loss_mask.bool()
+        trusted = kept & (token_weight > 0)
+        actor.stats_tracker.denominator(unclipped_behave_tokens=trusted)
+        actor.stats_tracker.stat(
+            behave_imp_weight=token_weight, behave_approx_kl=torch.where(trusted, proximal - behaviour, 0.0).float(),
+            denominator="unclipped_behave_tokens",
+        )  # fmt: skip
+        actor.stats_tracker.scalar(rs_filtered_fraction=found.filtered_fraction)
     batch = padded_rows(kept, gate) if cu is None else packed_rows(cu, kept, gate)
     advantages, level = input_data["advantages"].float(), "token"
     if told is None and importance_sampling_level == "sequence":
@@ -110,6 +120,19 @@ def grpo_loss_fn(
         advantage_level=level,
     )  # fmt: skip
     _log(actor, out, gate, logprobs.detach(), anchor, behaviour, entropy, mask, input_data)
+    if vocab_min_logits is not None and vocab_max_logits is not None:
+        actor.stats_tracker.stat(
+            vocab_min_logits=vocab_min_logits, vocab_max_logits=vocab_max_logits, denominator="n_tokens"
+        )
+    versions = input_data.get("versions")
+    actor._log_proximal_approximation_stats(
+        prox_logp_method=prox_logp_method, prox_logp_gt=input_data.get("prox_logp"), old_logp=behaviour,
+        logprobs=logprobs.detach(), versions=versions, current_version=current_version, compute_logp_mask=trusted,
+    )  # fmt: skip
+    if versions is not None and current_version is not None:
+        actor._log_version_staleness_stats(
+            versions=versions, current_version=current_version, version_metrics_mask=trusted
+        )
     return out.loss
 
 

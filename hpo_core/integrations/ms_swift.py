@@ -9,6 +9,7 @@ looks its trainer up. Shapes: ``B`` completions of a micro-batch, ``L`` tokens e
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         threshold = metrics["entropy"].get("entropy_threshold")
         out = token_loss(
             logp, old, grpo_batch.advantages, batch, gate, self._weights(batch, grpo_batch), rollout_logp=rollout,
-            ref_logp=None if penalty is None else grpo_batch.ref_per_token_logps.float(), kl=penalty,
+            ref_logp=None if penalty is None else grpo_batch.ref_per_token_logps, kl=penalty, clamp_k3=True,
             token_mask=None if threshold is None or entropy is None else entropy.detach() >= threshold,
             token_weight=None if weight is None else weight.expand_as(logp).float(),
         )  # fmt: skip
@@ -156,7 +157,15 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
 
 def use(gate: RatioGate | None = None) -> None:
     """Let ``swift rlhf --rlhf_type grpo`` train with this gate, in this process. None: the gate that its arguments
-    describe."""
+    describe.
+
+    Raises:
+        ValueError: a gate that needs what swift does not tell its loss; ``megatron rlhf``, which would ignore it.
+    """
+    check(  # its command imports the package before plugins, and no other does
+        "swift.megatron" not in sys.modules,
+        "use: 'megatron rlhf' has trainers of its own, which no gate reaches; expected 'swift rlhf', run that",
+    )
     require_type(
         gate is None or isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate
     )

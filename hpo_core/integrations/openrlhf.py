@@ -179,7 +179,7 @@ def _corrected(
         statistic = torch.where(mask, statistic, 0.0).sum(-1, keepdim=True) / tokens.clamp(min=1)
     if gating == "ratio":
         statistic = statistic.exp()
-    outside = (statistic < low) | (statistic > high)
+    outside = ~((statistic >= low) & (statistic <= high))  # NaN is outside
     factor = statistic.clamp(low, high) if mode == "clip" else torch.where(outside, 0.0, difference.exp())
     total = mask.sum().clamp(min=1)
     counted = tokens > 0 if level == "seq" else mask

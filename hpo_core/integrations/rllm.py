@@ -5,7 +5,7 @@
 
 ``estimator_map`` names an estimator for each role; ``rllm.algorithm.adv_estimator`` is an enumeration that takes none
 from outside. Importing this module registers those of ``ESTIMATORS`` under ``hpo_`` and their name. Groups may be of
-any size.
+any size. ``norm_adv_by_std_in_grpo=False`` is refused by estimators that divide by a deviation.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def _advantage(
     if not len(rewards):
         return [], []
     sizes = [len(group) for group in rewards]
+    scaled = getattr(algorithm_config, "norm_adv_by_std_in_grpo", True)
+    settings = prompt_advantages.settings_of(estimator, 1.0, scaled, "norm_adv_by_std_in_grpo")
     flat = torch.from_numpy(np.concatenate(rewards).astype(np.float32))
     groups = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), torch.tensor(sizes, device="cpu"))
     told: dict[str, torch.Tensor] = {"group_ids": groups}
@@ -78,7 +80,7 @@ def _advantage(
             for trajectory in group.trajectories
         ]
         told["lengths"] = torch.tensor(lengths, dtype=torch.float32, device="cpu")
-    found = estimator(flat, **accepted_keywords(estimator, flat, **told)).numpy()
+    found = estimator(flat, **accepted_keywords(estimator, flat, **told), **settings).numpy()
     parts = np.split(found, np.cumsum(sizes)[:-1])
     return parts, parts
 

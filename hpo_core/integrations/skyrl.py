@@ -7,6 +7,8 @@ takes the arguments of ``skyrl.train.entrypoints.main_base``. Importing this mod
 the configuration's, those of ``PRESETS`` under ``hpo_`` and their name, and the estimators of ``ESTIMATORS`` under
 ``trainer.algorithm.advantage_estimator=hpo_<name>``. One import in the driver, before ``ray.init``, is enough: SkyRL
 ships what is registered there to its workers.
+Fully asynchronous training is not for them: they compare with a recomputed old policy, as SkyRL's own losses do, which
+it refuses there by name.
 Shapes: ``B`` responses in a micro-batch, ``L`` tokens each.
 """
 

@@ -19,6 +19,7 @@ import torch
 from .. import gates
 from ..checks import check
 from ..gates import RatioGate
+from ..metrics import FLAGS
 from .micro_batch import check_gate, clip_slots, packed_rows, token_loss, told_beside
 
 __all__ = ["loss"]
@@ -31,28 +32,45 @@ def loss(
     args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """What slime calls: a sum over samples of their means, or over tokens with ``--calculate-per-token-loss``. slime
-    divides it by the samples or tokens of the step, over ranks and micro-batches.
+    divides it by the samples or tokens of the step, over ranks and micro-batches. ``--custom-tis-function-path`` is
+    called on ones: what it returns is the factor on each token.
 
     Raises:
-        ValueError: a gate that needs what slime does not tell its loss; context parallelism, with which a rank
-            has parts of the responses.
+        ValueError: a gate that needs what slime does not tell its loss; a reducer of the user's; context parallelism,
+            with which a rank has parts of the responses.
     """
     theirs = importlib.import_module("slime.backends.megatron_utils.loss")
     ranks = getattr(args, "context_parallel_size", 1)
     check(ranks == 1, "context_parallel_size: hpo_core's loss takes whole responses, expected 1, got {}", ranks)
     check(not args.use_opsm, "use_opsm: no sequence mask beside hpo_core's loss; leave it out")
+    reducer = getattr(args, "custom_pg_loss_reducer_function_path", None)
+    check(
+        reducer is None,
+        "custom_pg_loss_reducer_function_path: hpo_core weighs whole responses, expected None, got {!r}; leave it out",
+        reducer,
+    )
     told = told_beside("slime", {name: getattr(args, name) for name in _UNSET}, _UNSET)
     gate = _described(args) if told is None else told
-    check_gate(gate, "slime")
+    anchored = "with --use-rollout-logprobs there is one old policy" if args.use_rollout_logprobs else ""
+    check_gate(gate, "slime", one_policy=anchored)
+    # slime's loss corrects under either flag
+    flag = "use_tis" if args.use_tis else "get_mismatch_metrics"
+    corrects = getattr(args, flag, False)
     check(
-        not (gate.needs_rollout and args.use_tis),
-        "use_tis: it and the gate {!r} correct the same difference; leave it out",
+        not (gate.needs_rollout and corrects),
+        "{}: it and the gate {!r} correct the same difference; leave it out",
+        flag,
         gate.name,
     )
     check(
         not gate.needs_rollout or "rollout_log_probs" in batch,
         "gate: {!r} corrects what the sampler's log-probabilities differ by, and the batch has none",
         gate.name,
+    )
+    check(
+        not corrects or "rollout_log_probs" in batch,
+        "{}: it corrects by the sampler's log-probabilities, and the batch has none; leave it out",
+        flag,
     )
     _, found = theirs.get_log_probs_and_entropy(
         logits,
@@ -75,14 +93,21 @@ def loss(
         sums = [torch.as_tensor(each, device=logits.device).float() for each in batch["rollout_mask_sums"]]
         weights = 1.0 / torch.stack(sums).clamp(min=1)
     token_weight, kept, logged = None, None, {}
-    if args.use_tis:
-        scored = batch.get("log_probs") or [part.detach() for part in parts]
-        ones = torch.ones_like(logp)
-        factor = theirs.vanilla_tis_function(
-            args, pg_loss=ones, train_log_probs=scored, rollout_log_probs=batch["rollout_log_probs"], loss_masks=masks
+    if corrects:
+        path = getattr(args, "custom_tis_function_path", None)
+        correct = theirs.vanilla_tis_function if path is None else theirs.load_function(path)
+        total, responses = batch["total_lengths"], batch["response_lengths"]
+        token_weight, kept_parts, seen = correct(
+            args=args, pg_loss=torch.ones_like(logp), loss_masks=masks, rollout_log_probs=batch["rollout_log_probs"],
+            train_log_probs=batch.get("log_probs") or [part.detach() for part in parts], total_lengths=total,
+            response_lengths=responses,
+        )  # fmt: skip
+        token_weight, kept = token_weight.float(), torch.cat(kept_parts) != 0
+        logged = {name: sum_of_sample_mean(value) for name, value in seen.items()}
+        # in slime, too, all that follows is summed over the tokens that the correction keeps
+        sum_of_sample_mean = theirs.get_sum_of_sample_mean(
+            total, responses, kept_parts, batch["rollout_mask_sums"], args.calculate_per_token_loss
         )
-        token_weight, kept = factor[0].float(), torch.cat(factor[1]) != 0
-        logged = {name: sum_of_sample_mean(value) for name, value in factor[2].items()}
     sampler = torch.cat(batch["rollout_log_probs"]) if gate.reads_rollout else None
     out = token_loss(
         logp, old, torch.cat(batch["advantages"]), rows, gate, weights, rollout_logp=sampler, token_mask=kept,
@@ -99,7 +124,8 @@ def loss(
         total = total + args.kl_loss_coef * reduced
     if logp.numel() == 0:  # the backward pass of a rank without tokens must reach its parameters, too
         total = total + 0 * logits.sum()
-    # slime divides what is logged as it divides the loss
+    # slime divides what is logged as it divides the loss. The kernel counts clipped tokens in all, not of each sample:
+    # without --calculate-per-token-loss their fraction is one of tokens, too, and not the mean of samples' fractions.
     share = (weights * rows.row_counts).sum() / out.metrics["tokens"].clamp(min=1)
     clipped = sum(out.metrics[slot] for slot in clip_slots(gate))
     return total, {
@@ -107,7 +133,9 @@ def loss(
         "pg_loss": out.loss.detach(),
         "entropy_loss": entropy.detach(),
         "pg_clipfrac": (clipped * share).float(),
-        "ppo_kl": (-out.metrics["log_ratio_sum"] * share).float(),
+        "ppo_kl": sum_of_sample_mean(torch.where(torch.cat(masks) != 0, old - logp.detach(), 0.0)),
+        # every micro-batch has the same names, because slime adds up what they log by its place
+        **{f"hpo/{name}": out.metrics[name].float() for name in FLAGS},
         **logged,
     }
 

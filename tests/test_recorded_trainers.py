@@ -103,6 +103,17 @@ def k3(logp, ref, kl_loss_type, importance_ratio=None):
     return torch.exp(difference) - 1 - difference
 
 
+def clamped_k3(logp, ref, factor=1.0):
+    """That of NeMo-RL, and of ROLL, which does not clamp the log-ratio: beyond 20 the value is at its bound anyway."""
+    return (factor * k3(logp, ref.clamp(logp.detach() - 20, logp.detach() + 20), "k3")).clamp(-10, 10)
+
+
+def with_a_far_reference(batch):
+    """The batch with tokens whose k3 is at the bound, and one beyond what exp of float32 holds."""
+    batch.ref[0, :3] = batch.logp[0, :3] + torch.tensor([4.0, 120.0, -12.0])
+    return batch
+
+
 def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks):
     ratio = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
     factor = ratio.clamp(args.tis_clip_low, args.tis_clip)
@@ -212,7 +223,8 @@ def test_slime_refuses_by_name(gate, fields, said, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------- NeMo-RL
-# LossFunction, and ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py at 7ea279a.
+# LossFunction, calculate_kl of nemo_rl/algorithms/utils.py and ClippedPGLossFn of
+# nemo_rl/algorithms/loss/loss_functions.py at 7ea279a.
 
 
 @pytest.fixture
@@ -243,7 +255,7 @@ def nemo_data(batch):
 
 @pytest.mark.parametrize("per_token", [True, False])
 def test_nemo_rl(per_token, nemo_rl):
-    batch = Batch()
+    batch = with_a_far_reference(Batch())
     data, mask = nemo_data(batch)
     loss = nemo_rl(
         "icepop(0.8, 1.2, gate=ppo_clip(0.2, 0.28, 1.5))", token_level_loss=per_token, reference_policy_kl_penalty=0.1
@@ -262,7 +274,7 @@ def test_nemo_rl(per_token, nemo_rl):
         weight = torch.where((weight >= 0.8) & (weight <= 1.2), weight, 0.0)
         terms = weight * clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5)
         factor = torch.exp(logp - logp.detach())  # of the score function
-        terms = masked(terms + 0.1 * factor * k3(logp, batch.ref, "k3"), mask)
+        terms = masked(terms + 0.1 * clamped_k3(logp, batch.ref, factor), mask)
         return terms.sum() / 77.0 if per_token else (terms.sum(1) / batch.mask.sum(1)).sum() / 9.0
 
     equal(ours, theirs, batch.logp)
@@ -321,7 +333,7 @@ def of_roll(batch, logp, **fields):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_roll(mode):
-    batch = Batch()
+    batch = with_a_far_reference(Batch())
     counts = batch.mask.sum(1, keepdim=True)
     weights = {
         "token-mean": 1 / 99, "seq-mean-token-sum": 1 / 7, "seq-mean-token-mean": 1 / (7 * counts),
@@ -330,7 +342,7 @@ def test_roll(mode):
 
     def theirs(logp):
         terms = clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.4)
-        terms = terms + 0.1 * k3(logp, batch.ref, "k3") - 0.05 * logp**2
+        terms = terms + 0.1 * clamped_k3(logp, batch.ref) - 0.05 * logp**2
         return (weights * masked(terms, batch.mask)).sum()
 
     fields = {"loss_agg_mode": mode, "use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.05}

@@ -13,6 +13,7 @@ from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
+from ..kl import KLPenalty
 from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, SLOTS, Metrics
 from ..specs import Head, Unit
@@ -21,6 +22,7 @@ from .turns import turns
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 _DUAL = "clipped_high_negative"
+_MOST_K3 = 10.0  # of a token, in trainers that clamp k3
 
 
 def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_policy: str = "") -> None:
@@ -132,6 +134,19 @@ def packed_rows(
     return PackedBatch(cu_seqlens, valid, steps=steps, group_ids=group_ids, validate=False)
 
 
+def clamped_k3(logp: torch.Tensor, ref_logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``k3`` of trainers that clamp it at 10, where its gradient is 0: ``ref_logp`` with the log-probabilities of
+    the policy itself, of which k3 and its gradient are 0, at tokens above that bound, and which tokens these are. NaN
+    is above no bound.
+
+    >>> clamped_k3(torch.tensor([-3.0, -3.0]), torch.tensor([-2.0, 1.0]))
+    (tensor([-2., -3.]), tensor([False,  True]))
+    """
+    log_ratio = ref_logp - logp.detach()
+    above = torch.exp(log_ratio) - 1 - log_ratio > _MOST_K3
+    return torch.where(above, logp.detach(), ref_logp), above
+
+
 def token_loss(
     logp: torch.Tensor,
     old_logp: torch.Tensor | None,
@@ -141,21 +156,37 @@ def token_loss(
     weights: torch.Tensor,
     *,
     rollout_logp: torch.Tensor | None = None,
+    ref_logp: torch.Tensor | None = None,
+    kl: KLPenalty | None = None,
+    clamp_k3: bool = False,
     advantage_level: str = "token",
     **options: Any,
 ) -> PolicyLoss:
-    """:func:`~hpo_core.policy_loss` of tensors of any precision; the sampler is read where the gate asks for it."""
-    return policy_loss(
-        logp.float(),
+    """:func:`~hpo_core.policy_loss` of tensors of any precision; the sampler is read where the gate asks for it.
+    ``clamp_k3``: a penalty ``kl`` of k3 is that of :func:`clamped_k3`; its metrics are without the tokens at the bound,
+    the loss has them."""
+    logp = logp.float()
+    ref, above = None if ref_logp is None else ref_logp.float(), None
+    if clamp_k3 and ref is not None:
+        ref, above = clamped_k3(logp, ref)
+    out = policy_loss(
+        logp,
         None if old_logp is None else old_logp.float(),
         advantages.float(),
         batch,
         gate,
         weights=weights,
         rollout_logp=rollout_logp.float() if gate.reads_rollout and rollout_logp is not None else None,
+        ref_logp=ref,
+        kl=kl,
         advantage_level=advantage_level,
         **options,
     )
+    if above is None or kl is None:
+        return out
+    above = above if batch.mask is None else above & batch.mask.reshape(above.shape)
+    at_bound = torch.where(above, weights[batch.row_of_token()].reshape(above.shape), 0.0).sum()
+    return out._replace(loss=out.loss + kl.beta * _MOST_K3 * at_bound)
 
 
 def clip_slots(gate: RatioGate) -> list[str]:

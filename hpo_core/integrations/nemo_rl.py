@@ -91,10 +91,10 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             weights = aggregation.token_mean(batch, total=global_valid_toks, ranks=1)
         else:
             weights = aggregation.seq_mean_token_mean(batch, total=global_valid_seqs, ranks=1)
-        ref = data["reference_policy_logprobs"][:, 1:].float() if self.kl else None
+        ref = data["reference_policy_logprobs"][:, 1:] if self.kl else None
         out = token_loss(
             next_token_logprobs, old, data["advantages"][:, 1:], batch, self.gate, weights, rollout_logp=rollout,
-            ref_logp=ref, kl=self.kl,
+            ref_logp=ref, kl=self.kl, clamp_k3=True,
         )  # fmt: skip
         seen = fractions(out.metrics, self.gate)
         # NeMo-RL adds what micro-batches report, each over the count of the step; it warns about a mean above 1.05

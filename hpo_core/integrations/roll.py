@@ -62,7 +62,7 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         out = token_loss(
             logp, old, rows["advantages"], batch, gate, weights,
             kl=kl.k3(config.kl_loss_coef) if config.use_kl_loss else None,
-            ref_logp=rows["ref_log_probs"].float() if config.use_kl_loss else None,
+            ref_logp=rows["ref_log_probs"] if config.use_kl_loss else None, clamp_k3=True,
         )  # fmt: skip
         total = out.loss
         if config.entropy_loss_coef > 0:

@@ -301,6 +301,47 @@ def test_nemo_rl_adds_metrics_over_micro_batches(nemo_rl):
     assert whole["hpo/clipped"] > 0.05 and [cut["hpo/nan_tokens"] for cut in cuts] == [1.0, 1.0]
 
 
+def test_nemo_rls_penalty_takes_log_probabilities_without_its_filter(nemo_rl):
+    """NeMo-RL computes them if the loss has the attribute ``reference_policy_kl_penalty``."""
+    batch = with_a_far_reference(Batch())
+    data, mask = nemo_data(batch)
+    loss = nemo_rl(reference_policy_kl_penalty=0.1)
+    counts = {"global_valid_seqs": torch.tensor(9.0), "global_valid_toks": torch.tensor(77.0)}
+
+    def ours(logp):
+        return loss(logp, data | {"curr_logprobs_unfiltered": logp - 0.5}, **counts)
+
+    def theirs(logp):
+        unfiltered = logp - 0.5
+        penalty = clamped_k3(unfiltered, batch.ref, torch.exp(unfiltered - unfiltered.detach()))
+        return masked(clipped(logp, batch.old, batch.advantages) + 0.1 * penalty, mask).sum() / 77.0
+
+    equal(ours, theirs, batch.logp)
+    assert (loss.reference_policy_kl_penalty, loss.use_fused_linear_logprobs) == (0.1, False)
+    assert nemo_rl(use_fused_linear_logprobs=True).use_fused_linear_logprobs
+    data["reference_policy_logprobs"][0, 2] = torch.nan
+    assert ours(batch.logp)[1]["hpo/nan_tokens"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("prev_logprobs", "set loss_fn.force_on_policy_ratio to false"),
+        ("reference_policy_logprobs", "set loss_fn.reference_policy_kl_penalty above 0"),
+    ],
+)
+def test_nemo_rls_placeholders_are_refused(name, said, nemo_rl):
+    batch = Batch()
+    data, _ = nemo_data(batch)
+    data[name] = torch.zeros_like(data[name])
+    counts = {"global_valid_seqs": torch.tensor(9.0), "global_valid_toks": torch.tensor(77.0)}
+    loss = nemo_rl(reference_policy_kl_penalty=0.1)
+    with pytest.raises(ValueError, match=f"^{name}: expected log-probabilities, got zeros.*{said}"):
+        loss(batch.logp, data, **counts)
+    certain = loss(torch.full_like(batch.logp, -1e-3), data, **counts)[0]  # a policy may be certain of all its tokens
+    assert torch.isfinite(certain)
+
+
 def test_nemo_rl_refuses_by_name(nemo_rl):
     with pytest.raises(ValueError, match="level of groups"):
         nemo_rl("reconstructed.p3o")

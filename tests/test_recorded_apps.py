@@ -154,6 +154,26 @@ def test_torchforge():
     )
 
 
+@pytest.mark.parametrize(("rows", "length"), [(1, LENGTH), (ROWS, 1), (1, 1)])
+def test_torchforge_squeezes_what_it_collates(rows, length):
+    _, (logits, response) = Batch(), logits_and_tokens()
+    logits, response = logits[:rows, : PROMPT + length], response[:rows, :length]
+    draw = torch.Generator().manual_seed(3)
+    told = {"advantages": torch.randn(rows, 1, generator=draw), "padding_mask": torch.ones(rows, length).bool()}
+    ref, old = torch.randn(2, rows, length, generator=draw) - 2
+    loss = integration("torchforge").HPOLoss("dapo")
+    expected = loss(logits, response, ref, old_logprobs=old, **told)
+    found = loss(logits, response, ref.squeeze(), old_logprobs=old.squeeze(), **told)
+    assert torch.equal(found, expected)
+
+
+def test_torchforge_warns_of_tokens_that_are_left_out():
+    batch, (logits, response) = Batch(), logits_and_tokens()
+    batch.ref[0, 0] = torch.nan
+    with pytest.warns(UserWarning, match="nan_tokens"):
+        of_torchforge(batch, logits, response)
+
+
 def test_torchforge_with_old_log_probabilities():
     batch, (logits, response) = Batch(), logits_and_tokens()
     old = forge_logp(logits, response) + 0.4 * torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(2))

@@ -350,6 +350,47 @@ def test_nemo_rl_adds_metrics_over_micro_batches(nemo_rl):
     assert whole["hpo/clipped"] > 0.05 and [cut["hpo/nan_tokens"] for cut in cuts] == [1.0, 1.0]
 
 
+def test_nemo_rls_penalty_takes_log_probabilities_without_its_filter(nemo_rl):
+    """NeMo-RL computes them if the loss has the attribute ``reference_policy_kl_penalty``."""
+    batch = with_a_far_reference(Batch())
+    data, mask = nemo_data(batch)
+    loss = nemo_rl(reference_policy_kl_penalty=0.1)
+    counts = {"global_valid_seqs": torch.tensor(9.0), "global_valid_toks": torch.tensor(77.0)}
+
+    def ours(logp):
+        return loss(logp, data | {"curr_logprobs_unfiltered": logp - 0.5}, **counts)
+
+    def theirs(logp):
+        unfiltered = logp - 0.5
+        penalty = clamped_k3(unfiltered, batch.ref, torch.exp(unfiltered - unfiltered.detach()))
+        return masked(clipped(logp, batch.old, batch.advantages) + 0.1 * penalty, mask).sum() / 77.0
+
+    equal(ours, theirs, batch.logp)
+    assert (loss.reference_policy_kl_penalty, loss.use_fused_linear_logprobs) == (0.1, False)
+    assert nemo_rl(use_fused_linear_logprobs=True).use_fused_linear_logprobs
+    data["reference_policy_logprobs"][0, 2] = torch.nan
+    assert ours(batch.logp)[1]["hpo/nan_tokens"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("prev_logprobs", "set loss_fn.force_on_policy_ratio to false"),
+        ("reference_policy_logprobs", "set loss_fn.reference_policy_kl_penalty above 0"),
+    ],
+)
+def test_nemo_rls_placeholders_are_refused(name, said, nemo_rl):
+    batch = Batch()
+    data, _ = nemo_data(batch)
+    data[name] = torch.zeros_like(data[name])
+    counts = {"global_valid_seqs": torch.tensor(9.0), "global_valid_toks": torch.tensor(77.0)}
+    loss = nemo_rl(reference_policy_kl_penalty=0.1)
+    with pytest.raises(ValueError, match=f"^{name}: expected log-probabilities, got zeros.*{said}"):
+        loss(batch.logp, data, **counts)
+    certain = loss(torch.full_like(batch.logp, -1e-3), data, **counts)[0]  # a policy may be certain of all its tokens
+    assert torch.isfinite(certain)
+
+
 def test_nemo_rl_refuses_by_name(nemo_rl):
     with pytest.raises(ValueError, match="level of groups"):
         nemo_rl("reconstructed.p3o")
@@ -358,16 +399,32 @@ def test_nemo_rl_refuses_by_name(nemo_rl):
 
 
 # ---------------------------------------------------------------------------------------------------------------- ROLL
-# ActorWorker.loss_func of roll/pipeline/base_worker.py at 8eb27cc.
+# ActorWorker.loss_func of roll/pipeline/rlvr/actor_worker.py and of roll/pipeline/agentic/agentic_actor_worker.py, and
+# compute_train_infer_correction of roll/utils/train_infer_corrections.py at 8eb27cc.
 
 
-def of_roll(batch, logp, **fields):
+class RLVRWorker:
+    def compute_sample_weights(self, data, response_mask):
+        return 2.0 - response_mask.sum(1) / LENGTH  # of the lengths, which ROLL scales otherwise
+
+
+def train_infer(*, cfg, response_mask, old_log_probs, infer_log_probs, global_valid_samples, global_valid_tokens):
+    assert response_mask.dtype is torch.int64 and (global_valid_samples, global_valid_tokens) == (7, 99)
+    ratio = torch.exp(old_log_probs - infer_log_probs)
+    return ratio.clamp(max=1.1), (ratio > 0.8).float(), {"actor/train_infer_ratio_token_mean@sum": 1.0}
+
+
+def of_roll(batch, logp, final_mask=None, counted=True, **fields):
     told = {
         "dual_clip_loss": True, "entropy_loss_coef": 0.0, "kl_loss_coef": 0.0, "loss_agg_mode": "token-mean",
         "pg_clip": 0.2, "pg_clip_high": 0.28, "pg_clip_low": 0.2, "use_kl_loss": False, "use_pg_clip_range": True,
-        **fields,
+        "enable_old_logprobs_recompute": True,
+        "train_infer_correction": SimpleNamespace(is_weight=SimpleNamespace(enabled=False)), **fields,
     }  # fmt: skip
-    with modules(roll__pipeline__base_worker={"ActorWorker": object}):
+    with modules(
+        roll__pipeline__rlvr__actor_worker={"ActorWorker": RLVRWorker},
+        roll__utils__train_infer_corrections={"compute_train_infer_correction": train_infer},
+    ):
         worker = integration("roll").HPOActorWorker()
     worker.pipeline_config = SimpleNamespace(**told)
     worker.strategy = SimpleNamespace(op_compute_log_probs=lambda **_: logp, op_compute_entropy=lambda **_: logp**2)
@@ -375,8 +432,14 @@ def of_roll(batch, logp, **fields):
     rows = {
         "response_mask": torch.nn.functional.pad(batch.mask.long(), (1, 0)), "input_ids": None,
         "advantages": batch.advantages, "ref_log_probs": batch.poisoned(batch.ref),
+        "infer_logprobs": batch.poisoned(batch.rollout), "train_infer_is_weight": torch.full_like(batch.old, 0.7),
     }  # fmt: skip
     counts = {"batch_num_tokens": {"response_mask": 99}, "global_valid_samples": {"response_mask": 7}}
+    if final_mask is not None:
+        rows["final_response_mask"] = final_mask.long()
+        if counted:
+            counts["batch_num_tokens"]["final_response_mask"] = 55
+            counts["global_valid_samples"]["final_response_mask"] = 5
     return worker.loss_func(SimpleNamespace(batch=rows, meta_info=counts), logp)
 
 
@@ -398,6 +461,67 @@ def test_roll(mode):
     equal(lambda logp: of_roll(batch, logp, **fields), theirs, batch.logp)
 
 
+@pytest.mark.parametrize("corrected", [True, False])
+def test_roll_keeps_rlvrs_masks_and_weights(corrected):
+    """A mask of samples with counts of its own, weights of samples, the coefficient and the correction."""
+    batch, final = Batch(), Batch().mask
+    final[3] = False
+    ratio = torch.exp(batch.old - batch.rollout)
+    kept = ratio > 0.8 if corrected else torch.ones_like(final)
+    factor = ratio.clamp(max=1.1) if corrected else 0.7
+    of_samples = 2.0 - (batch.mask & kept).sum(1, keepdim=True) / LENGTH
+
+    def theirs(logp):
+        terms = of_samples * factor * clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.4)
+        terms = masked(terms + 0.1 * clamped_k3(logp, batch.ref), final & kept)
+        entropy = masked(logp**2, batch.mask)
+        if not corrected:
+            return 0.3 * terms.sum() / 55 - 0.05 * entropy.sum() / 99
+        means = terms.sum(1) / (final & kept).sum(1).clamp(min=1)
+        return 0.3 * means.sum() / 5 - 0.05 * (entropy.sum(1) / batch.mask.sum(1)).sum() / 7
+
+    fields = {
+        "loss_agg_mode": "seq-mean-token-mean" if corrected else "token-mean", "entropy_loss_coef": 0.05,
+        "use_kl_loss": True, "kl_loss_coef": 0.1, "rl_loss_coef": 0.3, "length_loss_weight": True,
+        "enable_old_logprobs_recompute": not corrected,
+        "train_infer_correction": SimpleNamespace(is_weight=SimpleNamespace(enabled=True)),
+    }  # fmt: skip
+    equal(lambda logp: of_roll(batch, logp, final, **fields), theirs, batch.logp)
+    assert ("actor/train_infer_ratio_token_mean@sum" in of_roll(batch, batch.logp, final, **fields)[1]) == corrected
+
+
+def test_roll_trains_agents_without_the_mask_of_samples_and_filters_their_entropy():
+    batch, final = Batch(), torch.zeros_like(Batch().mask)
+    kept = batch.mask & (torch.exp(batch.old - batch.rollout) > 0.8)
+
+    def theirs(logp):
+        return masked(clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.4) - 0.05 * logp**2, kept).sum() / 99
+
+    fields = {"entropy_loss_coef": 0.05, "enable_old_logprobs_recompute": False}
+    equal(lambda logp: of_roll(batch, logp, final, counted=False, **fields), theirs, batch.logp)
+
+
+@pytest.mark.parametrize(
+    ("fields", "gate"),
+    [
+        ({"importance_sampling": "seq"}, gates.gspo(0.05, 0.06)),
+        ({"ratio_type": "segment"}, gates.step_gspo(0.05, 0.06)),
+    ],
+)
+def test_roll_describes_ratios_of_sequences_and_segments(fields, gate):
+    batch = Batch(per_token=True)
+    fields |= {"dual_clip_loss": False, "pg_clip_low": 0.05, "pg_clip_high": 0.06}
+    packed = hpo.PackedBatch.from_padded(batch.mask, steps=turns(batch.mask))
+    expected = hpo.policy_loss(
+        batch.logp, batch.old, batch.advantages, packed, gate, advantage_level="token",
+        weights=torch.full((ROWS,), 1 / 99),
+    )  # fmt: skip
+    torch.testing.assert_close(of_roll(batch, batch.logp, **fields)[0], expected.loss)
+    assert abs(expected.loss - of_roll(batch, batch.logp, dual_clip_loss=False)[0]) > 1e-3
+    with pytest.raises(ValueError, match="has no dual clip; set it to false"):
+        of_roll(batch, batch.logp, **{**fields, "dual_clip_loss": True})
+
+
 def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
     batch = Batch()
     monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
@@ -406,7 +530,8 @@ def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
         weights=torch.full((ROWS,), 1 / 99),
     )  # fmt: skip
     torch.testing.assert_close(of_roll(batch, batch.logp, use_pg_clip_range=False)[0], expected.loss)
-    for field, value in {"pg_clip": 0.5, "use_pg_clip_range": True}.items():
+    silenced = {"pg_clip": 0.5, "use_pg_clip_range": True, "importance_sampling": "seq", "ratio_type": "segment"}
+    for field, value in silenced.items():
         with pytest.raises(ValueError, match=f"{field}: the gate 'gspo' does not read it; got {value}"):
             of_roll(batch, batch.logp, **{"use_pg_clip_range": False, field: value})
     monkeypatch.setenv("HPO_GATE", "icepop")

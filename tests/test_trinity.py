@@ -1,6 +1,8 @@
 """The policy loss of Trinity-RFT's integration against Trinity-RFT's own; `make test-trainers` installs it."""
 
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 from lazily import Lazy, skip_without
@@ -71,3 +73,31 @@ def test_trinity_finds_the_loss_by_its_path_and_asks_for_what_it_reads(ours):
 def test_refusals(arguments, said, ours):
     with pytest.raises(ValueError, match=said):
         ours(**arguments)
+
+
+def validated(**algorithm):
+    """The loss that Trinity-RFT makes of these fields of its yaml."""
+    config = importlib.import_module("trinity.common.config").Config()
+    config.algorithm.algorithm_type = "grpo"
+    for name, value in algorithm.items():
+        setattr(config.algorithm, name, value)
+    importlib.import_module("trinity.common.config_validator").AlgorithmConfigValidator().validate(config)
+    kind = losses.POLICY_LOSS_FN.get(config.algorithm.policy_loss_fn)
+    return kind(backend="verl", **config.algorithm.policy_loss_fn_args)
+
+
+def test_trinity_trains_with_what_the_manual_and_the_docstring_say():
+    yaml = pytest.importorskip("yaml")
+    page = Path(__file__).parent.parent.joinpath("docs", "trainers.md").read_text()
+    of_page = re.search(r"```yaml\n(algorithm:\n.*?)```", page, re.DOTALL)[1]
+    of_module = re.search(r"\n    (algorithm:\n.*?)\n\n", integration("trinity").__doc__, re.DOTALL)[1]
+    for text in (of_page, of_module):
+        made = validated(**yaml.safe_load(text)["algorithm"])
+        assert (made.gate.name, made.loss_agg_mode) == ("gspo", "seq-mean-token-mean")
+
+
+def test_arguments_to_which_trinitys_mode_would_say_nothing_are_refused():
+    path = "hpo_core.integrations.trinity.HPOPolicyLossFn"
+    with pytest.raises(ValueError, match="loss_agg_mode: expected one in policy_loss_fn_args"):
+        validated(policy_loss_fn=path, policy_loss_fn_args={"gate": "gspo"}, loss_agg_mode="seq-mean-token-mean")
+    assert validated(policy_loss_fn=path, loss_agg_mode="seq-mean-token-sum").loss_agg_mode == "seq-mean-token-sum"

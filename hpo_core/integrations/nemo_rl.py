@@ -4,7 +4,9 @@
     grpo_train(..., loss_fn=HPOLossFn("gspo(eps_low=3e-4, eps_high=4e-4)", token_level_loss=False), ...)
 
 in a copy of NeMo-RL's ``examples/run_grpo.py``, instead of the ``loss_fn`` that ``setup`` returns: NeMo-RL has no
-configuration for losses. The object is pickled to the workers. Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
+configuration for losses. Its yaml still says what is computed for a loss: ``loss_fn.force_on_policy_ratio`` must be
+false, and ``loss_fn.reference_policy_kl_penalty`` above 0 for a penalty. The object is pickled to the workers. Shapes:
+``B`` rows of a micro-batch, ``L`` tokens each.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError("hpo_core.integrations.nemo_rl needs NeMo-RL 0.6 from github.com/NVIDIA-NeMo/RL") from error
 
-from .. import aggregation, kl
+from .. import aggregation, gates, kl
 from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
@@ -42,9 +44,11 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
         token_level_loss: the mean over tokens, or that over rows of their means; over the counts of the step, which
             NeMo-RL tells.
         reference_policy_kl_penalty: the coefficient of NeMo-RL's penalty: the value of k3, the gradient of k2.
+        use_fused_linear_logprobs: that of ``policy.megatron_cfg``, which NeMo-RL asks its loss for.
 
     Raises:
-        ValueError: a gate that needs what NeMo-RL does not tell its loss.
+        ValueError: a gate that needs what NeMo-RL does not tell its loss; in the call, zeros that NeMo-RL hands over
+            for log-probabilities that its yaml lets it skip.
     """
 
     input_type = LossInputType.LOGPROB
@@ -55,6 +59,7 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
         *,
         token_level_loss: bool = True,
         reference_policy_kl_penalty: float = 0.0,
+        use_fused_linear_logprobs: bool = False,
     ) -> None:
         self.gate = named_gate(gate)
         check_gate(self.gate, "NeMo-RL")
@@ -65,6 +70,8 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
         )
         beta = reference_policy_kl_penalty
         self.kl = kl.k3(beta, "straight_through") if beta else None
+        # What NeMo-RL looks for in a loss: whether it gets log-probabilities, and whether it needs unfiltered ones.
+        self.use_fused_linear_logprobs, self.reference_policy_kl_penalty = use_fused_linear_logprobs, beta
         self.loss_type = LossType.TOKEN_LEVEL if token_level_loss else LossType.SEQUENCE_LEVEL
         self.metric_normalizations = {
             "loss": MetricNormalizer.TOKENS if token_level_loss else MetricNormalizer.SEQUENCES,
@@ -91,20 +98,49 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             weights = aggregation.token_mean(batch, total=global_valid_toks, ranks=1)
         else:
             weights = aggregation.seq_mean_token_mean(batch, total=global_valid_seqs, ranks=1)
-        ref = data["reference_policy_logprobs"][:, 1:] if self.kl else None
+        self._check_scored("prev_logprobs", old, next_token_logprobs, mask, "force_on_policy_ratio to false")
+        penalty: dict[str, Any] = {}
+        if self.kl:
+            ref = data["reference_policy_logprobs"][:, 1:]
+            setting = "reference_policy_kl_penalty above 0"
+            self._check_scored("reference_policy_logprobs", ref, next_token_logprobs, mask, setting)
+            penalty = {"ref_logp": ref, "kl": self.kl, "clamp_k3": True}
+        # With top-k or top-p the reference is that of the whole vocabulary, and so is the policy in the penalty.
+        unfiltered = data.get("curr_logprobs_unfiltered") if self.kl else None
         out = token_loss(
             next_token_logprobs, old, data["advantages"][:, 1:], batch, self.gate, weights, rollout_logp=rollout,
-            ref_logp=ref, kl=self.kl, clamp_k3=True,
+            **(penalty if unfiltered is None else {}),
         )  # fmt: skip
-        seen = fractions(out.metrics, self.gate)
+        seen, total = fractions(out.metrics, self.gate), out.loss
+        if unfiltered is not None:
+            alone = token_loss(
+                unfiltered, None, torch.zeros_like(unfiltered), batch, gates.ppo_clip(), weights, **penalty
+            )
+            total = total + alone.loss
+            of_penalty = fractions(alone.metrics, self.gate)
+            seen |= {name: seen.get(name, 0.0) + of_penalty[name] for name in FLAGS if name in of_penalty}
         # NeMo-RL adds what micro-batches report, each over the count of the step; it warns about a mean above 1.05
         share = seen.pop("tokens") / max(float(global_valid_toks), 1.0)
         error = torch.where(mask, (rollout - old).abs(), 0.0).float().exp()
         error = torch.where(mask, error, 0.0).sum() / torch.as_tensor(global_valid_toks).clamp(min=1)
-        return out.loss, {
-            "loss": float(out.loss.detach()),
+        return total, {
+            "loss": float(total.detach()),
             "token_mult_prob_error": float(error),
             **{f"hpo/{name}": seen[name] * share for name in ("clipped", "dual_clipped", "kl")},
             "num_valid_samples": float(sampled.sum()),
             **{f"hpo/{name}": seen.get(name, 0.0) for name in FLAGS},
         }
+
+    def _check_scored(
+        self, name: str, given: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor, setting: str
+    ) -> None:
+        """That ``given`` is no placeholder, which is certain of all tokens, although one has a probability below 1/e
+        today. NeMo-RL's own loss waits for the device, too."""
+        is_zero = (torch.where(mask, given, 0.0) == 0).all() & (torch.where(mask, logp.detach(), 0.0) < -1).any()
+        check(
+            not bool(is_zero),
+            "{}: expected log-probabilities, got zeros, which NeMo-RL hands over where its yaml lets it skip them; set "
+            "loss_fn.{}",
+            name,
+            setting,
+        )

@@ -2,8 +2,8 @@
 
     actor_train: {worker_cls: hpo_core.integrations.roll.HPOActorWorker}
 
-with ``HPO_GATE="gspo(eps_low=3e-4, eps_high=4e-4)"`` in ``actor_train.system_envs``; without it the gate is PPO's clip
-as the yaml describes it. Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
+for RLVR and agents alike, with ``HPO_GATE="gspo(eps_low=3e-4, eps_high=4e-4)"`` in ``actor_train.system_envs``; without
+it the gate is the one that the yaml describes. Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import Any
 import torch
 
 try:
-    from roll.pipeline.base_worker import ActorWorker  # type: ignore[import-not-found,unused-ignore]
+    from roll.pipeline.rlvr.actor_worker import ActorWorker  # type: ignore[import-not-found,unused-ignore]
+    from roll.utils.train_infer_corrections import (  # type: ignore[import-not-found,unused-ignore]
+        compute_train_infer_correction,
+    )
 except ImportError as error:
     raise ImportError("hpo_core.integrations.roll needs ROLL 0.3 from github.com/alibaba/ROLL") from error
 
 from .. import gates, kl
+from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
 from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_beside, weights_of
@@ -25,52 +29,101 @@ from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_be
 __all__ = ["HPOActorWorker"]
 
 # ROLL's own values; a field that holds them counts as not set. Its examples set dual_clip_loss, whatever the loss.
-_UNSET = {"pg_clip": 0.2, "use_pg_clip_range": False}
+_UNSET = {"pg_clip": 0.2, "use_pg_clip_range": False, "importance_sampling": "token", "ratio_type": "token"}
 
 
 class HPOActorWorker(ActorWorker):  # type: ignore[misc]
-    """ROLL's worker of the actor with the loss of hpo_core."""
+    """ROLL's worker of the actor with the loss of hpo_core. Masks, weights of samples and the correction of the sampler
+    stay ROLL's."""
 
     def loss_func(self, data: Any, output_tensor: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         """What ROLL's strategy calls with a DataProto of a micro-batch and the logits: tensors ``[B, L]``, of which the
         log-probabilities have ``L - 1`` columns.
 
         Raises:
-            ValueError: a gate that needs what ROLL does not tell its loss; a bound that the gate of ``HPO_GATE`` would
+            ValueError: a gate that needs what ROLL does not tell its loss; a field that the gate of ``HPO_GATE`` would
                 silence.
         """
         config, rows = self.pipeline_config, data.batch
-        told = told_beside("ROLL", {name: getattr(config, name) for name in _UNSET}, _UNSET)
-        gate = _described(config) if told is None else told
-        check_gate(gate, "ROLL")
-        check(not gate.needs_rollout, "gate: {!r} corrects the sampler, whose log-probabilities ROLL keeps to its own "
-              "correction; take the gate that it corrects", gate.name)  # fmt: skip
-        mask = rows["response_mask"][:, 1:] != 0
+        gate = _gate(config)
+        tokens, samples = data.meta_info["batch_num_tokens"], data.meta_info["global_valid_samples"]
+        responses = rows["response_mask"][:, 1:] != 0
         logp = self.strategy.op_compute_log_probs(
             logits=output_tensor, input_ids=rows["input_ids"], attention_mask=rows["response_mask"]
         )
         old = self.get_old_log_probs_with_cache(data, logp)
+        token_weight, kept, corrected = self._correction(data, old, responses)
+        # RLVR drops whole samples by a mask of its own, which it counts; agents have one, too, but train without it
+        of_rlvr = "final_response_mask" in tokens
+        counted = "final_response_mask" if of_rlvr else "response_mask"
+        mask = (rows["final_response_mask"] != 0 if of_rlvr else responses) & kept
+        if getattr(config, "difficulty_loss_weight", False) or getattr(config, "length_loss_weight", False):
+            of_samples = self.compute_sample_weights(data, responses & kept)[:, None].expand_as(logp)
+            token_weight = of_samples if token_weight is None else token_weight * of_samples
         batch = padded_rows(mask, gate)
-        tokens = data.meta_info["batch_num_tokens"]["response_mask"]
-        samples = data.meta_info["global_valid_samples"]["response_mask"]
-        weights = weights_of(config.loss_agg_mode, batch, tokens, samples, mask.shape[-1])
+        weights = weights_of(config.loss_agg_mode, batch, tokens[counted], samples[counted], mask.shape[-1])
         out = token_loss(
             logp, old, rows["advantages"], batch, gate, weights,
             kl=kl.k3(config.kl_loss_coef) if config.use_kl_loss else None,
             ref_logp=rows["ref_log_probs"] if config.use_kl_loss else None, clamp_k3=True,
+            token_weight=None if token_weight is None else token_weight.float(),
         )  # fmt: skip
-        total = out.loss
+        total = getattr(config, "rl_loss_coef", 1.0) * out.loss
         if config.entropy_loss_coef > 0:
             entropy = self.strategy.op_compute_entropy(logits=output_tensor, attention_mask=rows["response_mask"])
-            bonus = (weights[:, None] * torch.where(mask, entropy, 0.0)).sum()
+            spoken = responses if of_rlvr else mask
+            counts = (tokens["response_mask"], samples["response_mask"], mask.shape[-1])
+            shares = weights_of(config.loss_agg_mode, PackedBatch.from_padded(spoken), *counts)
+            bonus = (shares[:, None] * torch.where(spoken, entropy, 0.0)).sum()
             total = total - config.entropy_loss_coef * bonus
         seen = fractions(out.metrics, gate)
         names = {"clipped": "actor/ppo_ratio_clipfrac", "kl": "actor/policykl"}
         told_metrics = {names.get(name, f"actor/hpo_{name}"): value for name, value in seen.items() if name != "tokens"}
-        return total, {"actor/pg_loss": float(out.loss.detach()), **told_metrics}
+        return total, {"actor/pg_loss": float(out.loss.detach()), **told_metrics, **corrected}
+
+    def _correction(
+        self, data: Any, old: torch.Tensor, responses: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
+        """The weights, if any, and the mask of ROLL's ``train_infer_correction``, ``[B, L - 1]``, and what ROLL logs of
+        it. Where ROLL computes old log-probabilities anew, it has corrected weights and masks before."""
+        config, rows = self.pipeline_config, data.batch
+        if config.enable_old_logprobs_recompute:
+            weight, kept, logged = rows["train_infer_is_weight"], torch.ones_like(responses), {}
+        else:
+            sampler = rows.get("infer_logprobs", old)
+            weight, kept, logged = compute_train_infer_correction(
+                cfg=config.train_infer_correction,
+                response_mask=responses.long(),
+                old_log_probs=old,
+                infer_log_probs=sampler if len(sampler) else old,
+                global_valid_samples=data.meta_info["global_valid_samples"]["response_mask"],
+                global_valid_tokens=data.meta_info["batch_num_tokens"]["response_mask"],
+            )
+        return weight if config.train_infer_correction.is_weight.enabled else None, kept != 0, logged
+
+
+def _gate(config: Any) -> RatioGate:
+    """That of ``HPO_GATE``, or the one that the yaml describes."""
+    given = {name: getattr(config, name, value) for name, value in _UNSET.items()}
+    gate = told_beside("ROLL", given, _UNSET)
+    if gate is None:
+        return _described(config)
+    check_gate(gate, "ROLL")
+    check(not gate.needs_rollout, "gate: {!r} corrects the sampler, whose log-probabilities ROLL keeps to its own "
+          "correction; take the gate that it corrects", gate.name)  # fmt: skip
+    return gate
 
 
 def _described(config: Any) -> RatioGate:
-    """PPO's clip of the yaml; ROLL's dual clip is at ``1 + 2 pg_clip``."""
+    """The gate of the yaml: PPO's clip of tokens, of RLVR's sequences or of agents' segments. ROLL's dual clip is at
+    ``1 + 2 pg_clip``."""
     bounds = (config.pg_clip_low, config.pg_clip_high) if config.use_pg_clip_range else (config.pg_clip,) * 2
+    for name, unit, make in (
+        ("importance_sampling", "seq", gates.gspo),
+        ("ratio_type", "segment", gates.step_gspo),
+    ):
+        if getattr(config, name, "token") == unit:
+            check(not config.dual_clip_loss, "dual_clip_loss: hpo_core's gate of {}: {} has no dual clip; set it to "
+                  "false", name, unit)  # fmt: skip
+            return make(*bounds)
     return gates.ppo_clip(*bounds, ratio_dual=1 + 2 * config.pg_clip if config.dual_clip_loss else None)

@@ -16,7 +16,7 @@ from .. import aggregation, kl
 from ..gates import RatioGate
 from ..logprobs import token_logprobs
 from ..losses import policy_loss
-from .micro_batch import check_gate, padded_rows
+from .micro_batch import check_gate, fractions, padded_rows, warn_of_flags
 from .named import named_gate
 
 __all__ = ["HPOLoss"]
@@ -47,13 +47,16 @@ class HPOLoss:
         self, logits: torch.Tensor, response: torch.Tensor, ref_logprobs: torch.Tensor, advantages: torch.Tensor,
         padding_mask: torch.Tensor, old_logprobs: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The loss of ``[B, P + L, V]`` logits, ``[B, L]`` tokens and log-probabilities, and ``[B, 1]`` advantages."""
+        """The loss of ``[B, P + L, V]`` logits, ``[B, L]`` tokens and log-probabilities, and ``[B, 1]`` advantages. The
+        ``collate`` of torchforge squeezes the log-probabilities of one row, or of rows of one token."""
         assert isinstance(self.gate, RatioGate)
         logp, _ = token_logprobs(logits[:, -response.shape[1] - 1 : -1], response, entropy=False)
-        batch, old = padded_rows(padding_mask, self.gate), None if old_logprobs is None else old_logprobs.float()
+        batch = padded_rows(padding_mask, self.gate)
+        old = None if old_logprobs is None else old_logprobs.float().reshape(response.shape)
         weights = aggregation.seq_mean_token_mean(batch, total=batch.rows, ranks=1)
-        penalty, ref = (kl.k3(self.beta), ref_logprobs.float()) if self.beta else (None, None)
+        penalty, ref = (kl.k3(self.beta), ref_logprobs.float().reshape(response.shape)) if self.beta else (None, None)
         out = policy_loss(
             logp, old, advantages.flatten().float(), batch, self.gate, weights=weights, kl=penalty, ref_logp=ref
         )
+        warn_of_flags(fractions(out.metrics, self.gate))  # torchforge logs nothing of a loss but the loss
         return out.loss

@@ -24,7 +24,10 @@ __all__ = ["HPOLoss"]
 
 
 class HPOLoss(GRPOLoss):  # type: ignore[misc]
-    """TorchRL's GRPO loss with another gate. Masks, entropy bonus, both KL terms and what is reported stay TorchRL's.
+    """TorchRL's GRPO loss with another gate. Masks, entropy bonus, both KL terms and most reports stay TorchRL's.
+
+    ``clip_fraction`` is another: of the valid tokens, those that the gate's clip stops, which PPO's does on one side
+    for each sign of the advantage; TorchRL's is of all positions, and of ratios beyond either bound.
 
     Args:
         gate: a RatioGate, or a text as in ``HPO_GATE``. None: ``ppo_clip`` of ``clip_epsilon``. The anchor of ratios is

@@ -1,10 +1,12 @@
 """Trinity-RFT: any gate of tokens, steps or trajectories by its dotted path in the yaml.
 
     algorithm:
+      loss_agg_mode: seq-mean-token-mean
       policy_loss_fn: hpo_core.integrations.trinity.HPOPolicyLossFn
       policy_loss_fn_args: {gate: "gspo(eps_low=3e-4, eps_high=4e-4)", loss_agg_mode: seq-mean-token-mean}
 
-Shapes: ``B`` responses of a micro-batch, ``L`` tokens each.
+Trinity-RFT writes the first ``loss_agg_mode`` over the second, if there is a second. Shapes: ``B`` responses of a
+micro-batch, ``L`` tokens each.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.trinity needs Trinity-RFT 0.6: pip install trinity-rft") from error
 
 from ..arguments import check_choice
+from ..checks import check
 from .micro_batch import MODES, check_gate, fractions, padded_rows, token_loss, weights_of
 from .named import named_gate
 
@@ -36,14 +39,17 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
             of the step, so its gradient grows with the number of micro-batches (docs/trainer_differences.md).
 
     Raises:
-        ValueError: a gate that needs what Trinity-RFT does not tell its loss.
+        ValueError: a gate that needs what Trinity-RFT does not tell its loss; arguments without ``loss_agg_mode``, to
+            which ``algorithm.loss_agg_mode`` would say nothing.
     """
 
-    def __init__(self, backend: str = "verl", gate: str = "ppo_clip", loss_agg_mode: str = "token-mean") -> None:
+    def __init__(self, backend: str = "verl", gate: str = "ppo_clip", loss_agg_mode: str = "") -> None:
         super().__init__(backend=backend)
-        check_choice("loss_agg_mode", loss_agg_mode, MODES)
         self.gate, self.loss_agg_mode = named_gate(gate), loss_agg_mode
         check_gate(self.gate, "Trinity-RFT", one_policy="Trinity-RFT tells its loss no sampler")
+        check(loss_agg_mode != "", "loss_agg_mode: expected one in policy_loss_fn_args, where Trinity-RFT writes "
+              "algorithm.loss_agg_mode over it, got none; name the same in both")  # fmt: skip
+        check_choice("loss_agg_mode", loss_agg_mode, MODES)
 
     def __call__(
         self,

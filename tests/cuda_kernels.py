@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -167,16 +168,18 @@ def _loops(name: str, lines: list[str]) -> tuple[Loop | None, Loop | None]:
             labels[line.rstrip(": \t")] = len(code)
         elif instruction := INSTRUCTION.match(line):
             code.append(instruction[1])
+    wide = [[_is_wide(access, each) for each in code] for access in ("LDG", "STG")]
+    marks = (*wide, *([part in each for each in code] for part in ("MUFU.EX2", ".EF.128")))
+    before = [list(itertools.accumulate(marked, initial=0)) for marked in marks]  # of a mark, at each instruction
+    latest = list(itertools.accumulate((at if load else -1 for at, load in enumerate(wide[0])), max))
     found = []
     for end, each in enumerate(code):
         branch = re.search(r"(?:BRA|CALL)\S* .*`\((\.L_\w+)\)", each)
         if branch and labels.get(branch[1], end) < end:
             begin = labels[branch[1]]
-            body = code[begin : end + 1]
-            wide = [sum(_is_wide(access, each) for each in body) for access in ("LDG", "STG")]
-            others = (sum(part in each for each in body) for part in ("MUFU.EX2", ".EF.128"))
-            last = max((at for at, each in enumerate(body) if _is_wide("LDG", each)), default=-1)
-            found.append((Loop(len(body), *wide, *others, last, Way(0, 0, 0, 0)), begin, end))
+            counts = (number[end + 1] - number[begin] for number in before)
+            last = max(latest[end] - begin, -1)
+            found.append((Loop(end + 1 - begin, *counts, last, Way(0, 0, 0, 0)), begin, end))
 
     def with_way(loop: Loop, begin: int, end: int) -> Loop:
         return loop._replace(way=_shortest_way(code, labels, begin, end))

@@ -216,7 +216,7 @@ def hierarchical_policy_loss(
     0.0
     """
     require_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
-    batch, backend = as_batch(batch), options.get("backend")
+    batch, backend, group = as_batch(batch), options.get("backend"), options.get("process_group")
     level = options.get("advantage_level")
     if level is None:
         level = level_of(advantage)
@@ -226,7 +226,6 @@ def hierarchical_policy_loss(
     if isinstance(window, EntropyWindow) and window.scope == "batch" and options.get("threshold") is None:
         check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
         assert entropy is not None
-        group = options.get("process_group")
         aggregation.check_is_step(
             "threshold",
             "fit",
@@ -238,9 +237,9 @@ def hierarchical_policy_loss(
         score = window.score(entropy, batch, backend=backend)
         options["threshold"] = window.fit_score(score, process_group=group, backend=backend)
         if gate is None or not has_ids(batch, gate.units):
-            options["process_group"] = None  # the window alone spans ranks
+            options["process_group"] = None  # the window alone spans ranks; flags are an error on all of them
     prepared = prepare(logp, old_logp, advantages, batch, gate, score=score, **options)
-    return _run(prepared, options.get("process_group"), backend)
+    return _run(prepared, group, backend)
 
 
 # --------------------------------------------------------------------------------------------------- the call

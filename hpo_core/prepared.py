@@ -275,9 +275,11 @@ def _compared(
     """The scores ``[T]`` of the window or the selection, the threshold they are compared with, whether strictly."""
     if window is None:
         check(threshold is None, "threshold: given without a window; pass window= too")
-        if selection is None or selection.score is None:
+        if selection is None:
             return None, None, False
         score, threshold = selection.compared()
+        if score is None:
+            return None, None, False
         return token("score", score), threshold, selection.strict
     require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
     check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")

@@ -18,7 +18,7 @@ from .metrics import Metrics, observed
 from .ops.gates import hands_on, times
 from .ops.library import not_differentiable
 from .ops.logprobs import readable
-from .prepared import PolicyLossOptions, prepare
+from .prepared import PolicyLossOptions, check_options, prepare
 from .specs import LogitRows, PolicyLossInputs, PolicyLossSpec
 from .support import logit_types
 
@@ -99,6 +99,7 @@ def policy_loss_from_logits(
             [ 0.2500, -0.2500],
             [ 0.0000,  0.0000]])
     """
+    check_options(policy_loss_from_logits, options)
     logits, targets = examined("logits", logits), examined("targets", targets)
     batch = as_batch(batch)
     backend, reference = options.get("backend"), is_reference(logits, options.get("backend"))
@@ -156,7 +157,7 @@ def _prepared(
     corrections = () if gate is None else gate.corrections
     alone = all(each.unit is None and each.channel is Channel.DISCREPANCY for each in corrections)
     alone = alone and (old_logp is not None or options.get("rollout_logp") is None)
-    prepared = prepare(logp, old_logp, advantages, batch, gate, **options, logp_known=False)
+    prepared = prepare(logp, old_logp, advantages, batch, gate, **options, _logp_known=False)
     check(
         alone and not prepared.spec.levels and prepared.exchange is None,
         "gate: expected one on tokens alone, got {!r}, under which the gradient of a token depends on others; call "

@@ -19,7 +19,7 @@ from .gates import GateInputs, RatioGate
 from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
-from .prepared import PolicyLossOptions, Prepared, Report, prepare
+from .prepared import PolicyLossOptions, Prepared, Report, check_options, prepare
 from .segment_exchange import SegmentExchange, has_ids
 from .specs import PolicyLossInputs, PolicyLossSpec
 
@@ -156,7 +156,11 @@ def policy_loss_and_grad(
     >>> out.grad
     tensor([-0.5000, -0.5000])
     """
-    prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
+    try:
+        prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
+    except TypeError:
+        check_options(policy_loss_and_grad, options)
+        raise
     inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
     check(
         not wants_tokens,
@@ -238,7 +242,11 @@ def hierarchical_policy_loss(
         options["threshold"] = window.fit_score(score, process_group=group, backend=backend)
         if gate is None or not has_ids(batch, gate.units):
             options["process_group"] = None  # the window alone spans ranks; flags are an error on all of them
-    prepared = prepare(logp, old_logp, advantages, batch, gate, score=score, **options)
+    try:
+        prepared = prepare(logp, old_logp, advantages, batch, gate, _score=score, **options)
+    except TypeError:
+        check_options(hierarchical_policy_loss, options)
+        raise
     return _run(prepared, group, backend)
 
 

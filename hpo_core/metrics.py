@@ -188,6 +188,11 @@ def of_log_ratios(raw: dict[str, float], count: float) -> dict[str, float]:
 
 def gathered(slots: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
     """This tensor of every rank ``[R, ...]``, in rank order."""
+    check(
+        group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()),
+        "group: expected ranks to combine over, but torch.distributed is not initialised; call init_process_group "
+        "first, or drop all_reduce in a single process",
+    )
     each = [torch.empty_like(slots) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(each, slots, group=group)
     return torch.stack(each)

@@ -180,6 +180,12 @@ def test_only_the_same_metrics_are_equal():
         assert one == one and one != other and one in [other, one] and len({one, other}) == 2
 
 
+def test_one_process_has_no_ranks_to_combine_over():
+    for metrics in (Metrics(empty_metrics("cpu")), hpo.LevelMetrics(empty_metrics("cpu")[None], (), False)):
+        with pytest.raises(ValueError, match=r"^group: .* not initialised; call init_process_group first, or drop"):
+            metrics.all_reduce()
+
+
 def test_unknown_slot():
     with pytest.raises(ValueError, match="no slot named 'ratio'"):
         Metrics(empty_metrics("cpu"))["ratio"]

@@ -50,7 +50,8 @@ _INDEX = {name: slot for slot, name in enumerate(SLOTS)}
 FLAGS: dict[str, str] = {
     "nan_tokens": "a log-ratio, reference log-ratio or window score at a valid token was NaN; the token was left out",
     "infinite_tokens": "a log-ratio at a valid token was infinite; it was saturated with gradient 0",
-    "bad_offsets": "an entry of cu_seqlens or another index was out of range; the row was left out",
+    "bad_offsets": "an entry of cu_seqlens or another index was out of range; the row was left out. Where offsets "
+    "decrease, rows overlap and the loss means nothing",
     "bad_advantages": "at a valid token an advantage, weight, token weight, target or correction (by rollout_logp) was "
     "not finite, a success rate (target) was outside [0, 1), or bounds were no ratios with 0 <= low <= 1 <= high; it "
     "was not selected",

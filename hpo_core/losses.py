@@ -119,7 +119,8 @@ def policy_loss(
             All ranks make the same calls in the same order, each on a batch of its own that all make anew together:
             the first call with a batch gathers the ids. ``loss`` is the sum over this rank's tokens, the gradient that
             of the sum of all ranks' losses; ``weights`` must count the tokens of all ranks (``process_group=`` or
-            ``total=`` of :mod:`hpo_core.aggregation`, with ``gradient_reduction=``).
+            ``total=`` of :mod:`hpo_core.aggregation`, with ``gradient_reduction=``). Advantages are those of this rank:
+            groups of rewards that several ranks share take :func:`~hpo_core.advantages.over_ranks`.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Raises:
@@ -206,7 +207,10 @@ def hierarchical_policy_loss(
             ``backend`` and, at the level of steps, ``trajectory_ids`` that it takes; the ids are then ``[N]``. What
             else it needs, such as ``anchor_ids``, comes with the partial; ``partial(grpo, group_ids=None)`` says that
             the whole batch is one group, as equal ids do. ``advantage_level`` is by default the level that
-            :func:`~hpo_core.advantages.estimator` marks it with, and ``"row"`` without a mark.
+            :func:`~hpo_core.advantages.estimator` marks it with, and ``"row"`` without a mark. It sees the rewards of
+            this call alone, also under ``process_group``: ``over_ranks(grpo, process_group)`` is for groups that lie on
+            several ranks. Where micro-batches cut groups, or the estimator is over the whole batch, as ``lite_ppo``,
+            compute the advantages of the step once and give :func:`policy_loss` ``advantages[part.rows]``.
         gate: as in :func:`policy_loss`.
         options: the keywords of :func:`policy_loss`. ``threshold``: what ``window.fit`` returned for the whole
             optimiser step; here by default fitted on this batch, which must be that step: with ``process_group`` on the

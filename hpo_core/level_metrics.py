@@ -24,7 +24,6 @@ from .checks import check
 from .distributed import sum_in_order
 from .metrics import fold, gathered, of_log_ratios, ratio
 from .reference.hierarchy import aggregate_of
-from .reference.terms import STATISTIC_SATURATION
 from .segment_exchange import SegmentExchange
 from .specs import LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Unit
 
@@ -33,6 +32,7 @@ REGIONS = ("pass", "clip_low", "clip_high", "rollback", "zero")
 _PASS, _CLIP_LOW, _CLIP_HIGH, _ROLLBACK, _ZERO = range(len(REGIONS))
 _SIGNS = ("positive", "negative")  # of the advantage: >= 0, < 0
 _CHANNELS = ("_rise", "_fall")  # of a split
+_LARGEST = 300.0  # log-ratio of a segment of which ratios are told: float64 holds sums of its square
 
 
 @functools.cache
@@ -47,8 +47,9 @@ def slots(split: bool) -> dict[str, str]:
     return {
         "segments": "sum",  # with at least one valid token
         "tokens": "sum",  # valid tokens
-        "ratio_deviation": "sum",  # sum of e^a - 1, a saturated at +-40
-        "ratio_deviation_square": "sum",
+        "ratio_sum": "sum",  # of e^a, a at most 300
+        "ratio_square": "sum",
+        "ratio_deviation": "sum",  # sum of e^a - 1
         **{
             f"log_ratio_{moment}{channel}": reduction
             for channel in (("", *channels) if split else channels)
@@ -132,6 +133,8 @@ class LevelMetrics:
         ``"domain"``): the only copy to the host. Empty denominators give NaN.
 
         Ratios, KL estimators and ``effective_sample_size`` are statistics of ``e^a`` with equal weights for segments.
+        With an a above 300 ``ratio_mean``, ``kl_old_k3`` and ``effective_sample_size`` are NaN, the last also where
+        each a is below -300, and extrema of ratios saturate; float64 holds no more.
         With a split ``log_ratio_mean`` and its extrema are also given by channel (``_rise``, ``_fall``).
         ``segment_fraction_*`` and ``token_fraction_*`` are the shares of the regions by advantage sign and, with a
         split, by channel: the five regions add up to 1.
@@ -144,7 +147,12 @@ class LevelMetrics:
     def _computed(self, raw: dict[str, float]) -> dict[str, float]:
         segments = raw["segments"]
         channels = _CHANNELS if self.split else ("",)
-        computed = {"segments": segments, "tokens": raw["tokens"], **of_log_ratios(raw, segments)}
+        of_ratios = of_log_ratios(raw, segments, raw["ratio_sum"], raw["ratio_square"], _LARGEST)
+        if raw["log_ratio_max"] > _LARGEST:
+            of_ratios |= dict.fromkeys(("ratio_mean", "kl_old_k3"), math.nan)
+        if abs(raw["log_ratio_max"]) > _LARGEST:
+            of_ratios["effective_sample_size"] = math.nan
+        computed = {"segments": segments, "tokens": raw["tokens"], **of_ratios}
         for channel in ("", *channels) if self.split else channels:
             computed[f"log_ratio_mean{channel}"] = ratio(raw[f"log_ratio_sum{channel}"], segments)
             for extremum in ("min", "max"):
@@ -195,14 +203,14 @@ def observed_levels(
     inside = torch.stack([sum_in_order(weights * (codes == code)[:, None]) for code in range(len(REGIONS))], -1)
 
     whole = channels[:, 0] - channels[:, 1] if spec.split else channels[:, 0]
-    deviation = torch.expm1(whole.clamp(-STATISTIC_SATURATION, STATISTIC_SATURATION))
+    bounded = whole.clamp(max=_LARGEST)
+    of_ratios = torch.stack((bounded.exp(), (2 * bounded).exp(), torch.expm1(bounded)), 1)
     log_ratios = torch.cat((whole[:, None], channels), 1) if spec.split else channels
     table = torch.cat(
         (
             sum_in_order(share)[:, None],
             tokens.detach().expand(len(units), 1),
-            sum_in_order(share * deviation)[:, None],
-            sum_in_order(share * deviation.square())[:, None],
+            sum_in_order(share[:, None] * of_ratios),
             _moments(log_ratios, share[:, None], present[:, None]).flatten(1),
             inside.flatten(1),
         ),

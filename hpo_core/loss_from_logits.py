@@ -18,7 +18,7 @@ from .metrics import Metrics, observed
 from .ops.gates import hands_on, times
 from .ops.library import not_differentiable
 from .ops.logprobs import readable
-from .prepared import PolicyLossOptions, prepare
+from .prepared import PolicyLossOptions, check_options, prepare
 from .specs import LogitRows, PolicyLossInputs, PolicyLossSpec
 from .support import logit_types
 
@@ -85,9 +85,10 @@ def policy_loss_from_logits(
     what a loss scaler is there to keep: call the two functions, which multiply first.
 
     Raises:
-        ValueError, TypeError: naming the argument. A gate with levels, or with corrections over more than tokens or on
-            the current policy, is refused, because there a token's gradient depends on others: call the two functions.
-            So are ``torch.compile`` and ``torch.func``.
+        ValueError, TypeError: naming the argument. Two kinds of gates are refused: with levels, or corrections over
+            more than tokens, the gradient of a token depends on others; corrections that read ``logp``, as on the
+            staleness, or on the discrepancy without ``old_logp``, are computed before the call has it. Call the two
+            functions. ``torch.compile`` and ``torch.func`` are refused, too.
 
     >>> import hpo_core as hpo
     >>> logits = torch.tensor([[2.0, 1.0], [0.0, 0.0], [5.0, 5.0]], requires_grad=True)
@@ -99,8 +100,10 @@ def policy_loss_from_logits(
             [ 0.2500, -0.2500],
             [ 0.0000,  0.0000]])
     """
+    check_options(policy_loss_from_logits, options)
     logits, targets = examined("logits", logits), examined("targets", targets)
     batch = as_batch(batch)
+    _check_alone(old_logp, gate, options)
     backend, reference = options.get("backend"), is_reference(logits, options.get("backend"))
     if reference:
         check(not inplace_gradient, "inplace_gradient: the reference has a graph of its own; leave it False")
@@ -121,7 +124,7 @@ def policy_loss_from_logits(
     call = checked_call(logits, targets, temperature, _NONE, batch, None, None, None, inplace_gradient, backend)
     rows = readable(call.rows._replace(logits=logits.detach()))
     unknown = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    inputs, spec, *_ = _prepared(unknown, old_logp, advantages, batch, gate, options)
+    inputs, spec, *_ = prepare(unknown, old_logp, advantages, batch, gate, **options, _logp_known=False)
     run, kernels = resolve("gates", logits, backend).policy_loss, resolve("logprobs", logits, backend)
 
     grad = found = None
@@ -140,30 +143,31 @@ def policy_loss_from_logits(
     return PolicyLossFromLogits(loss, observed(vector, None), logp, entropy)
 
 
-def _prepared(
-    logp: torch.Tensor,
-    old_logp: torch.Tensor | None,
-    advantages: torch.Tensor,
-    batch: PackedBatch,
-    gate: RatioGate | None,
-    options: PolicyLossOptions,
-) -> Any:
-    """The arguments of the kernels for a gate under which no token reads another; ``logp`` is not read."""
+def _check_alone(old_logp: torch.Tensor | None, gate: RatioGate | None, options: PolicyLossOptions) -> None:
+    """Check that no token reads another, and that no correction reads the log-probabilities that the call makes."""
     check(
         not options.get("report") and options.get("process_group") is None,
         "report, process_group: policy_loss_from_logits knows neither; call token_logprobs and policy_loss",
     )
-    corrections = () if gate is None else gate.corrections
-    alone = all(each.unit is None and each.channel is Channel.DISCREPANCY for each in corrections)
-    alone = alone and (old_logp is not None or options.get("rollout_logp") is None)
-    prepared = prepare(logp, old_logp, advantages, batch, gate, **options, logp_known=False)
+    if not isinstance(gate, RatioGate):  # None, or what policy_loss refuses
+        return
     check(
-        alone and not prepared.spec.levels and prepared.exchange is None,
+        not gate.levels and all(each.unit is None for each in gate.corrections),
         "gate: expected one on tokens alone, got {!r}, under which the gradient of a token depends on others; call "
         "token_logprobs and policy_loss",
-        "none" if gate is None else gate.name,
+        gate.name,
     )
-    return prepared
+    check(
+        all(each.channel is Channel.DISCREPANCY for each in gate.corrections),
+        "gate: {!r} corrects by logp, which this call makes after its corrections; call token_logprobs and policy_loss",
+        gate.name,
+    )
+    check(
+        not gate.corrections or old_logp is not None or options.get("rollout_logp") is None,
+        "old_logp: without it {!r} compares rollout_logp with logp, which this call makes after its corrections; pass "
+        "old_logp, or call token_logprobs and policy_loss",
+        gate.name,
+    )
 
 
 def _in_chunks(

@@ -19,7 +19,7 @@ from .gates import GateInputs, RatioGate
 from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
-from .prepared import PolicyLossOptions, Prepared, Report, prepare
+from .prepared import PolicyLossOptions, Prepared, Report, check_options, prepare
 from .segment_exchange import SegmentExchange, has_ids
 from .specs import PolicyLossInputs, PolicyLossSpec
 
@@ -119,7 +119,8 @@ def policy_loss(
             All ranks make the same calls in the same order, each on a batch of its own that all make anew together:
             the first call with a batch gathers the ids. ``loss`` is the sum over this rank's tokens, the gradient that
             of the sum of all ranks' losses; ``weights`` must count the tokens of all ranks (``process_group=`` or
-            ``total=`` of :mod:`hpo_core.aggregation`, with ``gradient_reduction=``).
+            ``total=`` of :mod:`hpo_core.aggregation`, with ``gradient_reduction=``). Advantages are those of this rank:
+            groups of rewards that several ranks share take :func:`~hpo_core.advantages.over_ranks`.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Raises:
@@ -156,7 +157,11 @@ def policy_loss_and_grad(
     >>> out.grad
     tensor([-0.5000, -0.5000])
     """
-    prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
+    try:
+        prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
+    except TypeError:
+        check_options(policy_loss_and_grad, options)
+        raise
     inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
     check(
         not wants_tokens,
@@ -202,7 +207,10 @@ def hierarchical_policy_loss(
             ``backend`` and, at the level of steps, ``trajectory_ids`` that it takes; the ids are then ``[N]``. What
             else it needs, such as ``anchor_ids``, comes with the partial; ``partial(grpo, group_ids=None)`` says that
             the whole batch is one group, as equal ids do. ``advantage_level`` is by default the level that
-            :func:`~hpo_core.advantages.estimator` marks it with, and ``"row"`` without a mark.
+            :func:`~hpo_core.advantages.estimator` marks it with, and ``"row"`` without a mark. It sees the rewards of
+            this call alone, also under ``process_group``: ``over_ranks(grpo, process_group)`` is for groups that lie on
+            several ranks. Where micro-batches cut groups, or the estimator is over the whole batch, as ``lite_ppo``,
+            compute the advantages of the step once and give :func:`policy_loss` ``advantages[part.rows]``.
         gate: as in :func:`policy_loss`.
         options: the keywords of :func:`policy_loss`. ``threshold``: what ``window.fit`` returned for the whole
             optimiser step; here by default fitted on this batch, which must be that step: with ``process_group`` on the
@@ -216,7 +224,7 @@ def hierarchical_policy_loss(
     0.0
     """
     require_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
-    batch, backend = as_batch(batch), options.get("backend")
+    batch, backend, group = as_batch(batch), options.get("backend"), options.get("process_group")
     level = options.get("advantage_level")
     if level is None:
         level = level_of(advantage)
@@ -226,7 +234,6 @@ def hierarchical_policy_loss(
     if isinstance(window, EntropyWindow) and window.scope == "batch" and options.get("threshold") is None:
         check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
         assert entropy is not None
-        group = options.get("process_group")
         aggregation.check_is_step(
             "threshold",
             "fit",
@@ -238,9 +245,13 @@ def hierarchical_policy_loss(
         score = window.score(entropy, batch, backend=backend)
         options["threshold"] = window.fit_score(score, process_group=group, backend=backend)
         if gate is None or not has_ids(batch, gate.units):
-            options["process_group"] = None  # the window alone spans ranks
-    prepared = prepare(logp, old_logp, advantages, batch, gate, score=score, **options)
-    return _run(prepared, options.get("process_group"), backend)
+            options["process_group"] = None  # the window alone spans ranks; flags are an error on all of them
+    try:
+        prepared = prepare(logp, old_logp, advantages, batch, gate, _score=score, **options)
+    except TypeError:
+        check_options(hierarchical_policy_loss, options)
+        raise
+    return _run(prepared, group, backend)
 
 
 # --------------------------------------------------------------------------------------------------- the call

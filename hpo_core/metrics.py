@@ -50,7 +50,8 @@ _INDEX = {name: slot for slot, name in enumerate(SLOTS)}
 FLAGS: dict[str, str] = {
     "nan_tokens": "a log-ratio, reference log-ratio or window score at a valid token was NaN; the token was left out",
     "infinite_tokens": "a log-ratio at a valid token was infinite; it was saturated with gradient 0",
-    "bad_offsets": "an entry of cu_seqlens or another index was out of range; the row was left out",
+    "bad_offsets": "an entry of cu_seqlens or another index was out of range; the row was left out. Where offsets "
+    "decrease, rows overlap and the loss means nothing",
     "bad_advantages": "at a valid token an advantage, weight, token weight, target or correction (by rollout_logp) was "
     "not finite, a success rate (target) was outside [0, 1), or bounds were no ratios with 0 <= low <= 1 <= high; it "
     "was not selected",
@@ -138,7 +139,13 @@ class Metrics:
             "selected_fraction": ratio(selected, tokens),
             "clip_fraction": ratio(sum(clipped.values()), selected),
             **{f"clip_fraction_{side}": ratio(count, selected) for side, count in clipped.items()},
-            **of_log_ratios(raw, tokens),
+            **of_log_ratios(
+                raw,
+                tokens,
+                raw["ratio_deviation"] + tokens,
+                raw["ratio_deviation_square"] + 2 * raw["ratio_deviation"] + tokens,
+                60.0,
+            ),
             "kl_reference_k1": ratio(raw["reference_log_ratio"], tokens),
             "kl_reference_k2": ratio(0.5 * raw["reference_log_ratio_square"], tokens),
             "kl_reference_k3": ratio(raw["reference_k3"], tokens),
@@ -171,23 +178,34 @@ def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
 
 
-def of_log_ratios(raw: dict[str, float], count: float) -> dict[str, float]:
-    """Statistics of ``count`` log-ratios from their sums and extrema, for tokens and for the segments of a level."""
-    ratio_sum = raw["ratio_deviation"] + count
-    ratio_square = raw["ratio_deviation_square"] + 2 * raw["ratio_deviation"] + count
+def of_log_ratios(
+    raw: dict[str, float], count: float, ratio_sum: float, ratio_square: float, largest: float
+) -> dict[str, float]:
+    """Statistics of ``count`` log-ratios from their sums and extrema, for tokens and for the segments of a level.
+    Extrema of ratios saturate at ``e^largest``."""
+    least, most = raw["log_ratio_min"], raw["log_ratio_max"]
+    k2 = 0.5 * raw["log_ratio_square"]
+    # e^x - 1 - x = e^y x^2 / 2 for a y between 0 and x. Near 0 these bounds are narrower than the rounding of r - 1.
+    bounds = k2 * math.exp(min(least, 0.0)), k2 * math.exp(min(max(most, 0.0), largest))
+    k3 = min(max(raw["ratio_deviation"] - raw["log_ratio_sum"], bounds[0]), bounds[1])
     return {
         "ratio_mean": ratio(ratio_sum, count),
-        "ratio_min": math.exp(min(raw["log_ratio_min"], 60.0)) if count else math.nan,
-        "ratio_max": math.exp(min(raw["log_ratio_max"], 60.0)) if count else math.nan,
+        "ratio_min": math.exp(min(least, largest)) if count else math.nan,
+        "ratio_max": math.exp(min(most, largest)) if count else math.nan,
         "effective_sample_size": ratio(ratio_sum * ratio_sum, count * ratio_square),
         "kl_old_k1": ratio(-raw["log_ratio_sum"], count),
-        "kl_old_k2": ratio(0.5 * raw["log_ratio_square"], count),
-        "kl_old_k3": ratio(raw["ratio_deviation"] - raw["log_ratio_sum"], count),
+        "kl_old_k2": ratio(k2, count),
+        "kl_old_k3": ratio(k3, count),
     }
 
 
 def gathered(slots: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
     """This tensor of every rank ``[R, ...]``, in rank order."""
+    check(
+        group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()),
+        "group: expected ranks to combine over, but torch.distributed is not initialised; call init_process_group "
+        "first, or drop all_reduce in a single process",
+    )
     each = [torch.empty_like(slots) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(each, slots, group=group)
     return torch.stack(each)

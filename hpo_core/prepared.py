@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple, TypedDict
 
 import torch
@@ -56,6 +58,18 @@ class PolicyLossOptions(TypedDict, total=False):
     backend: str | None
 
 
+def check_options(function: Callable[..., object], options: Mapping[str, object]) -> None:
+    """Refuse a keyword that this public function does not take; Python would name a function inside it."""
+    unknown = options.keys() - PolicyLossOptions.__annotations__.keys()
+    if not unknown:
+        return
+    known = [*list(inspect.signature(function).parameters)[:-1], *PolicyLossOptions.__annotations__]
+    name = min(unknown)
+    close = difflib.get_close_matches(name, known, 1)
+    fix = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+    raise TypeError(f"{name}: {function.__name__} has no such argument; {fix}") from None
+
+
 class Prepared(NamedTuple):
     """What kernels take, and what is reported."""
 
@@ -88,11 +102,11 @@ def prepare(
     report: Report = (),
     process_group: torch.distributed.ProcessGroup | None = None,
     backend: str | None = None,
-    score: torch.Tensor | None = None,
-    logp_known: bool = True,
+    _score: torch.Tensor | None = None,
+    _logp_known: bool = True,
 ) -> Prepared:
-    """Check every argument once and bring it to what kernels take: contiguous, float32, one device. ``logp_known``:
-    else only its shape counts."""
+    """Check every argument once and bring it to what kernels take: contiguous, float32, one device. No caller of a
+    public function passes ``_score``, the window's scores, and ``_logp_known``: else only the shape of logp counts."""
     # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
     logp = examined("logp", logp, "[T]")
     batch = as_batch(batch)
@@ -100,8 +114,7 @@ def prepare(
     require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
     wants_tokens = wants_levels = wants_corrections = False
     if report:
-        # A generator has its names only once.
-        wants_tokens, wants_levels, wants_corrections = _reported(report if isinstance(report, str) else tuple(report))
+        wants_tokens, wants_levels, wants_corrections = _reported(report)
     if selection is not None:
         selection, gate_inputs = checked_selection(selection, window is not None, kl, gate_inputs)
     gate_inputs = _checked_inputs(gate_inputs, gate) if gate_inputs is not None or gate.required else _NO_INPUTS
@@ -133,8 +146,7 @@ def prepare(
     def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
         return checked_constant(name, tensor, shape, "[T] (that of logp)", kind, device)
 
-    limit: torch.Tensor | None = None
-    strict = False
+    score, limit, strict = _score, None, False
     if window is not None or threshold is not None or selection is not None:
         score, limit, strict = _compared(window, threshold, selection, score, entropy, batch, backend, token)
         if limit is not None:
@@ -197,7 +209,7 @@ def prepare(
     inputs = _with_rare_inputs(inputs, gate, target, penalty_mask, batch, advantage_level, target_per_token, token)
     rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
     inputs, spec, seen = corrected(
-        inputs, spec, gate, batch, rollout, process_group, wants_corrections, logp_known, backend
+        inputs, spec, gate, batch, rollout, process_group, wants_corrections, _logp_known, backend
     )
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
@@ -206,13 +218,15 @@ def prepare(
 
 def _reported(report: Collection[str]) -> tuple[bool, bool, bool]:
     known = ("tokens", "levels", "corrections")
+    is_several = hasattr(report, "__iter__") and not isinstance(report, str)
+    names = tuple(report) if is_several else ()  # a generator has its names only once
     check(
-        not isinstance(report, str) and all(each in known for each in report),
+        is_several and all(each in known for each in names),
         "report: expected some of {}, as in report=('tokens',), got {!r}",
         known,
-        report,
+        names if is_several else report,
     )
-    return "tokens" in report, "levels" in report, "corrections" in report
+    return "tokens" in names, "levels" in names, "corrections" in names
 
 
 def _checked_inputs(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
@@ -275,9 +289,11 @@ def _compared(
     """The scores ``[T]`` of the window or the selection, the threshold they are compared with, whether strictly."""
     if window is None:
         check(threshold is None, "threshold: given without a window; pass window= too")
-        if selection is None or selection.score is None:
+        if selection is None:
             return None, None, False
         score, threshold = selection.compared()
+        if score is None:
+            return None, None, False
         return token("score", score), threshold, selection.strict
     require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
     check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
+import hpo_core as hpo
 from hpo_core import advantages, entropy
 from hpo_core.advantages import over_ranks
 
@@ -168,6 +169,52 @@ def test_tables_of_groups_are_enough(ranks, name):
     assert alone.any() or name == "equal rewards"
     if name == "equal rewards":
         assert not got.any()
+
+
+# Two groups of two rows, of which each rank has one row, and rewards of another spread in each.
+ROWS = {"group_ids": torch.tensor([3, 5, 3, 5]), "trajectory_ids": torch.arange(4), "domain_ids": torch.zeros(4).long()}
+REWARDS, OLD = torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.full((8,), -1.0)
+NEW = OLD + torch.tensor([0.3, -0.1, 0.2, 0.0, -0.3, 0.1, 0.05, 0.4])
+OF_GROUPS = hpo.gates.reconstructed.fiberpo_domain()
+
+
+def batch_of(begin, end):
+    return hpo.PackedBatch.from_lengths([2] * (end - begin), **{name: ids[begin:end] for name, ids in ROWS.items()})
+
+
+def recipes(rank):
+    """By estimator: the gradients of the single call, of micro-batches, and of the single call on own rewards."""
+    world, tokens, rows = dist.group.WORLD, slice(4 * rank, 4 * rank + 4), slice(2 * rank, 2 * rank + 2)
+    batch = batch_of(2 * rank, 2 * rank + 2)
+    weights = hpo.aggregation.token_mean(batch, process_group=world, gradient_reduction="sum")
+    found = {}
+    for name in ("grpo", "lite_ppo"):
+        estimator = getattr(A, name)
+        for called, advantage in (("single", over_ranks(estimator, world)), ("own", estimator)):
+            logp = NEW[tokens].clone().requires_grad_()
+            hpo.hierarchical_policy_loss(
+                logp, OLD[tokens], REWARDS[rows], batch, advantage=advantage, gate=OF_GROUPS, weights=weights,
+                process_group=world,
+            ).loss.backward()  # fmt: skip
+            found[name, called] = logp.grad
+        advantages = over_ranks(estimator, world)(REWARDS[rows], batch.group_ids)
+        leaf = NEW[tokens].clone().requires_grad_()
+        for part in batch.micro_batches(2):
+            given = (leaf[part.tokens], OLD[tokens][part.tokens], advantages[part.rows], part.batch)
+            hpo.policy_loss(*given, weights=weights[part.rows]).loss.backward()
+        found[name, "parts"] = leaf.grad
+    return found
+
+
+def test_the_recipes_of_the_single_call_are_one_process():
+    """Over ranks, and over ranks and micro-batches: as docs/distributed.md has them."""
+    ranks, whole = on_ranks(2, recipes), batch_of(0, 4)
+    for name in ("grpo", "lite_ppo"):
+        advantages = getattr(A, name)(REWARDS, whole.group_ids)
+        for called, gate in (("single", OF_GROUPS), ("parts", hpo.gates.ppo_clip()), ("own", OF_GROUPS)):
+            expected = hpo.policy_loss_and_grad(NEW, OLD, advantages, whole, gate).grad
+            got = torch.cat([each[name, called] for each in ranks])
+            assert torch.allclose(got, expected, atol=1e-6) == (called != "own"), (name, called)
 
 
 def test_every_estimator_that_takes_tables_is_tried():

@@ -151,8 +151,25 @@ def flagged(rank):
     return str(raised.value)
 
 
-def test_flags_are_an_error_on_all_ranks():
-    first, second = on_ranks(2, flagged)
+def flagged_in_the_single_call(rank):
+    """One rank has a NaN log-probability; of the gate on tokens only the window spans the ranks."""
+    hpo.metrics._DEBUG = True
+    batch, logp, rewards = given(0, 0)
+    new = logp.clone()
+    new[: 1 - rank] = torch.nan
+    with pytest.raises(FloatingPointError, match="nan_tokens = 1") as raised:
+        hpo.hierarchical_policy_loss(
+            new, logp, rewards, batch,
+            weights=torch.ones(2), window=hpo.entropy.forking_tokens("0.5"), entropy=logp.abs(),
+            process_group=dist.group.WORLD,
+        )  # fmt: skip
+    dist.all_reduce(torch.ones(1))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("call", [flagged, flagged_in_the_single_call])
+def test_flags_are_an_error_on_all_ranks(call):
+    first, second = on_ranks(2, call)
     assert first == second
 
 

@@ -110,14 +110,14 @@ def observed(example, gate, advantages=None):
     for k, (level, name) in enumerate(zip(gate.levels, names, strict=True)):
         own = aggregates[k]
         whole = [a[0] - a[1] if gate.split else a[0] for a in own.values()]
-        ratios = [math.exp(min(max(a, -40.0), 40.0)) for a in whole]
+        ratios = [math.exp(a) for a in whole]
         n = len(own)
         found = {
             "segments": n,
             "tokens": len(valid),
             "ratio_mean": sum(ratios) / n,
-            "ratio_min": min(math.exp(min(a, 60)) for a in whole),
-            "ratio_max": max(math.exp(min(a, 60)) for a in whole),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
             "effective_sample_size": sum(ratios) ** 2 / (n * sum(r * r for r in ratios)),
             "kl_old_k1": -sum(whole) / n,
             "kl_old_k2": sum(a * a for a in whole) / 2 / n,
@@ -347,7 +347,7 @@ def test_offsets_of_any_value_are_harmless(backend):
 
 
 def test_log_ratios_beyond_all_floats(backend):
-    """Sums of a thousand log-ratios of 60: ratios saturate."""
+    """Sums of a thousand log-ratios of 60: no float64 holds the ratio, and its metrics say so."""
     gate = GATES["sums"]
     logp = torch.full((1000,), 200.0)
     for sign in (1, -1):
@@ -355,8 +355,32 @@ def test_log_ratios_beyond_all_floats(backend):
                               backend=backend, report=("levels",))  # fmt: skip
         numbers = out.levels.compute()["trajectory"]
         assert numbers["log_ratio_mean"] == numbers["log_ratio_max"] == sign * 60_000.0
-        assert numbers["ratio_mean"] == pytest.approx(math.exp(sign * 40.0))
-        assert numbers["ratio_max"] == pytest.approx(math.exp(min(sign * 60_000.0, 60.0)))
+        assert numbers["ratio_mean"] == pytest.approx(math.nan if sign > 0 else 0.0, nan_ok=True)
+        assert numbers["kl_old_k3"] == pytest.approx(math.nan if sign > 0 else 59_999.0, nan_ok=True)
+        assert math.isnan(numbers["effective_sample_size"])
+        assert numbers["ratio_max"] == pytest.approx(math.exp(min(sign * 60_000.0, 300.0)))
+
+
+@pytest.mark.parametrize("shift", [-280.0, -60.0, -20.0, 0.0, 20.0, 60.0, 280.0])
+def test_ratios_of_sums_far_from_1(shift, backend):
+    """Of segments whose log-ratios add up: neither their distances from 1 nor a saturation hide the small ones."""
+    sums = [shift, shift + 1, shift - 1, shift + 2, -290.0 if shift < 0 else shift - 2]
+    batch = hpo.PackedBatch.from_lengths([100] * 5)
+    logp = (torch.tensor(sums) / 100).repeat_interleave(100)
+    ratios = [math.exp(each) for each in (100 * logp[::100].double()).tolist()]
+    out = hpo.policy_loss(logp, 0 * logp, torch.ones(5), batch, GATES["sums"], backend=backend, report=("levels",))
+    parts = [
+        hpo.policy_loss(logp[part.tokens], 0 * logp[part.tokens], torch.ones(part.batch.rows), part.batch,
+                        GATES["sums"], weights=torch.ones(part.batch.rows), backend=backend, report=("levels",)).levels
+        for part in batch.micro_batches(200)
+    ]  # fmt: skip
+    for found in (out.levels, sum(parts)):
+        numbers = found.compute()["trajectory"]
+        assert numbers["ratio_mean"] == pytest.approx(sum(ratios) / 5, rel=1e-4)
+        assert numbers["ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
+        squares = sum(each * each for each in ratios)
+        assert numbers["effective_sample_size"] == pytest.approx(sum(ratios) ** 2 / 5 / squares, rel=1e-4)
+        assert numbers["kl_old_k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 5, rel=1e-4, abs=1e-4)
 
 
 def test_signs_are_those_of_advantages_after_the_gates_weights(backend):

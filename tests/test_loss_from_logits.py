@@ -16,6 +16,7 @@ import hpo_core as hpo
 from hpo_core import gates, loss_from_logits
 from hpo_core.backends import resolve
 from hpo_core.gates import Channel
+from hpo_core.prepared import prepare
 from hpo_core.specs import LogitRows, LogitType
 
 native = pytest.mark.parametrize("backend", NATIVE)
@@ -69,6 +70,10 @@ GATES = {
     "cispo": (gates.cispo(), {}),
     "sapo": (gates.sapo(), {}),
     "tis": (gates.tis(), {"rollout_logp": True}),
+    "total": (
+        gates.RatioGate("total", gates.Clip((0.8, 0.8), (1.2, 1.2)), channel=Channel.TOTAL),
+        {"rollout_logp": True},
+    ),
     "kl": (gates.dapo(), {"ref_logp": True, "kl": hpo.kl.k3(0.1)}),
     "kl_weight": (gates.dapo(), {"ref_logp": True, "kl": hpo.kl.k3(0.1), "kl_weight": True}),
     "weights": (gates.dapo(), {"token_weight": True, "token_mask": True}),
@@ -98,9 +103,12 @@ def test_one_call_is_two(name, backend, monkeypatch):
         options |= {"token_weight": torch.rand(old.shape, generator=draw), "token_mask": old > old.median()}
     if "kl_weight" in asked:
         options["selection"] = hpo.entropy.Selection(kl_weight=torch.rand(old.shape, generator=draw))
+    before = None if gate.channel is Channel.TOTAL else old  # the ratio to the sampler needs no other
     for inplace in (False, True):
         with garbage_in_new_memory():  # the one call corrects before it knows log-probabilities
-            one, two = both(logits, targets, old, advantages, batch, gate, inplace=inplace, backend=backend, **options)
+            one, two = both(
+                logits, targets, before, advantages, batch, gate, inplace=inplace, backend=backend, **options
+            )
         assert are_same(one, two)
         read = batch.mask.roll(-1)
         assert one[-1][read].any() and (one[-1][~read] == 0).all()
@@ -322,7 +330,7 @@ def test_offsets_are_data(offsets, backend):
     targets = targets.clamp(max=V - 1).roll(-1)
     targets[-1] = -100
     zeros = torch.zeros(old.numel())
-    inputs, spec, *_ = loss_from_logits._prepared(zeros, old, advantages, batch, gates.dapo(), {"backend": backend})
+    inputs, spec, *_ = prepare(zeros, old, advantages, batch, gates.dapo(), backend=backend, _logp_known=False)
     inputs = inputs._replace(mask=None, cu_seqlens=torch.tensor(offsets))
     rows = LogitRows(logits, targets, None, 0.7, -100, None, 0, V)
     once, kernels, run = (
@@ -429,3 +437,20 @@ def test_what_it_cannot_do_is_named(gate, options, error, message):
     logits, *given = data()
     with pytest.raises(error, match=message):
         hpo.policy_loss_from_logits(logits.requires_grad_(), *given, gate, **options)
+
+
+OTHERS, LATER = "gate: expected one on tokens alone, got 'gspo', under which", "gate: '{}' corrects by logp, which this"
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_every_backend_refuses_the_same_gates_and_says_why(backend):
+    logits, targets, old, *given = data()
+    cases = [(gates.gspo(), old, {}, OTHERS), (gates.opsm(0.1), old, {}, OTHERS.replace("gspo", "opsm"))]
+    for gate in (gates.dppo_tv(), gates.dppo_kl(), gates.rec()):  # tokens alone, but factors of their own staleness
+        cases.append((gate, old, {}, LATER.format(gate.name)))
+    for gate in (gates.tis(), gates.icepop(0.5, 2.0)):
+        message = f"old_logp: without it '{gate.name}' compares rollout_logp with logp, .*; pass old_logp, or call"
+        cases.append((gate, None, {"rollout_logp": old}, message))
+    for gate, old_logp, options, message in cases:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            hpo.policy_loss_from_logits(logits, targets, old_logp, *given, gate, backend=backend, **options)

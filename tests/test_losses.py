@@ -478,6 +478,7 @@ def error_cases():
             ValueError,
             "(one per row) = [2], got [5]; or say advantage_level='token' ([4]), 'step' ([3]), 'trajectory'",
         ),
+        ({"report": True}, ValueError, "report: expected some of ('tokens', 'levels', 'corrections'), as in"),
         # backend
         ({"backend": "gpu"}, ValueError, "backend: expected one of reference, cpu"),
     ]
@@ -491,6 +492,28 @@ def test_errors_name_argument_expectation_value_and_fix(function, keywords, erro
     with pytest.raises(error) as raised:
         function(**Example().arguments(**keywords))
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"windw": 3}, "windw: {} has no such argument; did you mean 'window'?"),
+        ({"xyz": 3}, "xyz: {} has no such argument; it takes "),
+        ({"score": torch.zeros(4)}, "score: {} has no such argument; it takes "),  # the name of what is read inside
+    ],
+)
+def test_an_unknown_keyword_is_one_of_the_public_function(keywords, message):
+    logp, of_rows = torch.zeros(4), torch.ones(2)
+    batch = hpo.PackedBatch.from_lengths([2, 2], group_ids=torch.zeros(2, dtype=torch.int64))
+    calls = {
+        hpo.policy_loss_and_grad: (logp, None, of_rows, batch),
+        hpo.hierarchical_policy_loss: (logp, None, of_rows, batch),
+        hpo.policy_loss_from_logits: (torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64), None, of_rows, batch),
+    }
+    for function, arguments in calls.items():
+        with pytest.raises(TypeError) as raised:
+            function(*arguments, **keywords)
+        assert str(raised.value).startswith(message.format(function.__name__))
 
 
 # ------------------------------------------------------------------------------------------------- the single call

@@ -73,6 +73,18 @@ def test_every_number_by_hand(backend):
     assert computed["kl_reference_k1"] == pytest.approx(0.04, abs=1e-6)
 
 
+@pytest.mark.parametrize("drift", [1e-2, 1e-4, 1e-6])
+def test_k3_of_small_drifts_is_not_the_rounding_of_ratios(drift, backend):
+    """Of ratios in float32 it would be some 6e-9 a token."""
+    draw = torch.Generator().manual_seed(0)
+    old_logp = -0.1 - torch.rand(4096, generator=draw)
+    logp = old_logp + drift * torch.randn(4096, generator=draw)
+    x = logp.double() - old_logp.double()
+    out = hpo.policy_loss(logp, old_logp, torch.ones(1), hpo.PackedBatch.from_lengths([4096]), backend=backend)
+    k3 = (torch.expm1(x) - x).mean().item()
+    assert out.metrics.compute()["kl_old_k3"] == pytest.approx(k3, rel=2 * x.abs().max().item() + 1e-4)
+
+
 def test_clip_counts_are_of_selected_tokens(backend):
     example = testing.random_policy_loss(1, gates.dapo(), {"weights"}, layout=Layout((8,), masked="none", seed=1))
     example = example._replace(logp=example.old_logp + 1, advantages=torch.ones(1))
@@ -177,6 +189,12 @@ def test_only_the_same_metrics_are_equal():
         (hpo.LevelMetrics(vector[None], (), False), hpo.LevelMetrics(vector[None].clone(), (), False)),
     ):
         assert one == one and one != other and one in [other, one] and len({one, other}) == 2
+
+
+def test_one_process_has_no_ranks_to_combine_over():
+    for metrics in (Metrics(empty_metrics("cpu")), hpo.LevelMetrics(empty_metrics("cpu")[None], (), False)):
+        with pytest.raises(ValueError, match=r"^group: .* not initialised; call init_process_group first, or drop"):
+            metrics.all_reduce()
 
 
 def test_unknown_slot():

@@ -223,6 +223,14 @@ def test_both_of_two_scores_count():
     assert strict.strict and strict.as_mask().mask.tolist() == [False, False, True]
 
 
+def test_a_threshold_without_a_score_is_not_dropped():
+    """It would select every token."""
+    half, whole = Selection(threshold=torch.ones(1)), Selection(score=torch.ones(2), threshold=torch.ones(1))
+    for call in (half.as_mask, lambda: half.merged(whole), lambda: whole.merged(half), lambda: half.merged(half)):
+        with pytest.raises(ValueError, match=r"^selection: its score and its threshold .* got only threshold"):
+            call()
+
+
 @pytest.mark.parametrize("kind", [Selection, gates.GateInputs])
 def test_what_a_loss_is_given_is_read_back_as_weights(kind):
     file = io.BytesIO()
@@ -274,7 +282,14 @@ def test_the_padded_shape_and_the_other_calls():
             {"selection": Selection(), "window": hpo.entropy.ares(), "entropy": torch.ones(5)},
             "selection: it replaces window=, got both",
         ),
-        ({"selection": Selection(score=torch.ones(5))}, "selection: its score and its threshold go together, got only"),
+        (
+            {"selection": Selection(score=torch.ones(5))},
+            "selection: its score and its threshold go together, got only score",
+        ),
+        (
+            {"selection": Selection(threshold=torch.ones(1))},
+            "selection: its score and its threshold go together, got only threshold",
+        ),
         (
             {"selection": Selection(score=torch.ones(4), threshold=torch.ones(1))},
             "score: expected shape",

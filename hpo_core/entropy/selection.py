@@ -54,7 +54,8 @@ class Selection(NamedTuple):
         for name in ("bounds", "kl_weight"):
             given = (getattr(self, name), getattr(other, name))
             check(any(each is None for each in given), "{}: both selections have some; drop those of one", name)
-        if self.score is not None and other.score is not None:
+        (mine, _), (theirs, _) = self.compared(), other.compared()
+        if mine is not None and theirs is not None:
             other = other.as_mask()
         comparing = self if other.score is None else other
         addend, factor = self.advantage_addend, other.advantage_factor
@@ -78,23 +79,22 @@ class Selection(NamedTuple):
         >>> Selection(score=torch.tensor([0.1, 0.9]), threshold=torch.tensor([0.5])).as_mask().mask
         tensor([False,  True])
         """
-        if self.score is None:
-            return self
         score, threshold = self.compared()
+        if score is None or threshold is None:
+            return self
         passes = score > threshold if self.strict else score >= threshold
         mask = _both(self.mask, passes, torch.logical_and)
         return self._replace(mask=mask, score=None, threshold=None, strict=False)
 
-    def compared(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score and threshold, which go together."""
+    def compared(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Score and threshold, which go together, or neither."""
         score, threshold = self.score, self.threshold
         check(
-            score is not None and threshold is not None,
+            (score is None) == (threshold is None),
             "selection: its score and its threshold go together, got only {}; take window.selection(entropy, batch, "
             "state)",
             "score" if threshold is None else "threshold",
         )
-        assert score is not None and threshold is not None
         return score, threshold
 
 

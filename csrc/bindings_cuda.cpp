@@ -14,6 +14,13 @@ PYBIND11_MODULE(HPO_MODULE, m) {
   using namespace hpo::bindings;
   using namespace hpo;
   bind(m);
+#ifdef HPO_CUDA_TARGETS
+  m.def("versions", [] {
+    int driver, runtime;
+    hpo_cuda_versions(&driver, &runtime);
+    return std::pair(driver, runtime);
+  });
+#endif
   m.def("scale", [](Address values, int64_t count, int type, Address factor, int64_t context) {
     run([&] { return hpo_scale(pointer<void>(values), count, LogitType(type), pointer<const float>(factor), context); });
   });

@@ -86,7 +86,8 @@ def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str,
         return function(*given, *arguments[len(given) :], **named)
     except ValueError as error:
         if type(error) is ValueError:  # others, of the caller's own functions, may have other arguments than a message
-            error.args = (_told(function, dict(zip(order, given, strict=False)) | named, str(error)),)
+            as_written = dict(zip(order, arguments, strict=False)) | keywords
+            error.args = (_told(function, as_written, str(error)),)
         raise
 
 
@@ -101,7 +102,7 @@ def _told(function: Any, given: dict[str, Any], message: str) -> str:
 
 
 def _are_numbers(value: Any) -> bool:
-    each = value if isinstance(value, tuple) else (value,)
+    each = value if isinstance(value, (tuple, list)) else (value,)
     return len(each) > 0 and all(_is_number("float", one) for one in each)
 
 
@@ -141,13 +142,23 @@ def _is_number(kind: str, value: Any) -> bool:
 
 
 def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any:
-    if _is_number(kind, value) or (is_optional and value is None):
+    if is_optional and value is None:
         return value
+    if _is_number(kind, value):
+        return _as_float(value) if kind == "float" else value
     one = "; pass one number"
     fixes = {str: "; write it without quotes", Tensor: "; use .item()", list: one, tuple: one}
     fix = next((fix for made, fix in fixes.items() if isinstance(value, made)), "")
     expected = _NAMES[kind] + " or None" * is_optional
     require_type(False, "{}: expected {}, got {!r}{}", name, expected, value, fix)
+
+
+def _as_float(number: numbers.Real) -> float | numbers.Real:
+    """Kernels take no number of NumPy and no fraction. An integer beyond all floats stays: a later check refuses it."""
+    try:
+        return float(number)
+    except OverflowError:
+        return number
 
 
 def check_number(name: str, value: Any) -> None:

@@ -47,12 +47,12 @@ class Availability:
 
 
 def backends() -> dict[str, Availability]:
-    """Name -> :class:`Availability` of every backend.
+    """Name -> :class:`Availability` of every backend, for CUDA on the current device.
 
     >>> bool(backends()["reference"])
     True
     """
-    return {name: probe() for name, probe in _PROBES.items()}
+    return {name: probe(None) for name, probe in _PROBES.items()}
 
 
 def resolve(op: str, tensor: torch.Tensor, backend: str | None = None) -> Any:
@@ -68,7 +68,7 @@ def resolve(op: str, tensor: torch.Tensor, backend: str | None = None) -> Any:
 
 @functools.cache  # every call resolves; availability does not change within a process
 def _resolve(op: str, device: torch.device, backend: str | None) -> Any:
-    name = backend or choice(op, device.type)
+    name = backend or choice(op, str(device))
     served = _DEVICES.get(name)
     if served is None:
         raise ValueError(f"backend: expected one of {', '.join(_PROBES)}, got {name!r}")
@@ -77,7 +77,7 @@ def _resolve(op: str, device: torch.device, backend: str | None) -> Any:
             f"backend: {name!r} serves {' and '.join(served)} tensors, got a tensor on {device}; "
             f"move it, or leave backend=None"
         )
-    available = _PROBES[name]()
+    available = _PROBES[name](device if device.type == "cuda" else None)
     if not available:
         raise RuntimeError(f"backend: {name!r} is not available: {available.reason}")
     return _untraced(_LOADERS[name])(op)
@@ -91,23 +91,27 @@ def _untraced(load: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @functools.cache  # one warning for each op and device; Python shows one for each device
 def choice(op: str, device: str) -> str:
-    """The backend that serves ``op`` for tensors on this device type without a request."""
+    """The backend that serves ``op`` for tensors on this device without a request: ``"cpu"``, ``"cuda:1"``, or
+    ``"cuda"`` for the current one."""
     asked = os.environ.get("HPO_CORE_BACKEND")
     if asked:
         if asked not in _PROBES:
             raise ValueError(f"HPO_CORE_BACKEND: expected one of {', '.join(_PROBES)}, got {asked!r}")
         return asked
-    if device not in ("cpu", "cuda"):
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
         raise ValueError(
             f"backend: no backend serves {device} tensors by itself; move them to cpu or cuda, or ask for 'reference'"
         )
-    if device == "cpu" and os.environ.get("HPO_CORE_ISA"):  # a request for cpu: if it cannot run, _resolve says why
+    if kind == "cpu" and os.environ.get("HPO_CORE_ISA"):  # a request for cpu: if it cannot run, _resolve says why
         return "cpu"
-    native = ("cpu",) if device == "cpu" else _CUDA_PREFERENCE[op]
+    native = ("cpu",) if kind == "cpu" else _CUDA_PREFERENCE[op]
+    found = {}
     for name in native:
-        if _PROBES[name]():
+        found[name] = _PROBES[name](torch.device(device))
+        if found[name]:
             return name
-    reasons = "; ".join(f"{name}: {_PROBES[name]().reason}" for name in native)
+    reasons = "; ".join(f"{name}: {available.reason}" for name, available in found.items())
     warnings.warn(
         f"hpo_core: no native backend serves {device} tensors here ({reasons}), so the reference does, in plain "
         "PyTorch and many times slower; HPO_CORE_BACKEND=reference says that this is meant",
@@ -121,17 +125,18 @@ def is_reference(tensor: torch.Tensor, backend: str | None) -> bool:
     """Whether the reference, whose loss has a graph of its own, serves a call: by request, or for lack of others."""
     if backend is not None:
         return backend == "reference"
-    found = _FALLS_BACK.get(tensor.device.type)
+    found = _FALLS_BACK.get(tensor.device)
     if found is None and torch.compiler.is_compiling():  # a probe cannot be traced
         return False
     if found is None:
-        kind = tensor.device.type
-        found = _FALLS_BACK[kind] = kind in _DEVICES["reference"] and choice("gates", kind) == "reference"
+        device = tensor.device
+        chosen = choice("gates", str(device)) if device.type in _DEVICES["reference"] else ""
+        found = _FALLS_BACK[device] = chosen == "reference"
     return found
 
 
-# By device type. Entries that need no extension to be loaded are filled in at import.
-_FALLS_BACK: dict[str, bool] = {}
+# Entries that need no extension to be loaded are filled in at import.
+_FALLS_BACK: dict[torch.device, bool] = {}
 
 
 # ---------------------------------------------------------------------------------------------- availability
@@ -158,11 +163,13 @@ def _build_info() -> dict[str, Any]:
     return extensions
 
 
-def _probe_reference() -> Availability:
+def _probe_reference(_: torch.device | None = None) -> Availability:
     return Availability("reference", detail="plain PyTorch, the definition")
 
 
-def _probe_cuda() -> Availability:
+def _probe_cuda(device: torch.device | None = None) -> Availability:
+    if torch.version.hip is not None:  # whose devices torch calls CUDA, too
+        return Availability("cuda", "this torch is built for ROCm; on AMD GPUs backend='triton' runs")
     built = _extension("cuda")
     if not built:
         return built
@@ -170,19 +177,48 @@ def _probe_cuda() -> Availability:
         return Availability(
             "cuda", "this process sees no CUDA device (no GPU, a driver that is too old, or a CPU build of torch)"
         )
-    major, minor = torch.cuda.get_device_capability()
-    binaries, portable = ([int(n) for n in re.findall(rf"{kind}_(\d+)", built.detail)] for kind in ("sm", "compute"))
-    # A binary for sm_XY runs where the major version is X and the minor at least Y; PTX runs on everything newer.
-    runs = any(target // 10 == major and target % 10 <= minor for target in binaries)
-    if not runs and not any(target <= 10 * major + minor for target in portable):
+    driver, toolkit = sys.modules["hpo_core._cuda"].versions()
+    if driver // 1000 < toolkit // 1000:
         return Availability(
             "cuda",
-            f"built for {built.detail}, not for this device (sm_{major}{minor}); set HPO_CORE_CUDA_ARCHS and reinstall",
+            f"built with CUDA {_version(toolkit)}, and the driver knows CUDA up to {_version(driver)}; update the "
+            f"driver, or reinstall with an nvcc of CUDA {driver // 1000}",
+        )
+    try:
+        capability = torch.cuda.get_device_capability(device)
+    except RuntimeError as error:  # in a forked process, whose parent has started CUDA
+        return Availability("cuda", str(error))
+    if not _has_code_for(capability, built.detail, driver >= toolkit):
+        return Availability(
+            "cuda",
+            f"built for {built.detail}, not for this device (sm_{capability[0]}{capability[1]}); set "
+            "HPO_CORE_CUDA_ARCHS and reinstall",
         )
     return built
 
 
-def _probe_triton() -> Availability:
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _has_code_for(capability: tuple[int, int], built: str, compiles_ptx: bool) -> bool:
+    """Whether one of these targets runs on the device. A binary runs where the major version is the same and the minor
+    one at least its own, and PTX on everything newer, if the driver is no older than the toolkit. With an ``f`` PTX,
+    too, is for the minor versions of one major; with an ``a`` both are for one device alone."""
+    for kind, number, suffix in re.findall(r"\b(sm|compute)_(\d+)([af]?)\b", built):
+        target = divmod(int(number), 10)
+        if suffix == "a":
+            runs = target == capability
+        elif kind == "sm" or suffix == "f":
+            runs = target[0] == capability[0] and target[1] <= capability[1]
+        else:
+            runs = target <= capability
+        if runs and (kind == "sm" or compiles_ptx):
+            return True
+    return False
+
+
+def _probe_triton(_: torch.device | None = None) -> Availability:
     try:
         found = importlib.util.find_spec("triton")
     except ValueError:  # a module without a spec, as some packages put in Triton's place
@@ -202,12 +238,12 @@ def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-_PROBES: dict[str, Callable[[], Availability]] = {
+_PROBES: dict[str, Callable[[torch.device | None], Availability]] = {
     "reference": _probe_reference,
-    "cpu": lambda: _extension("cpu"),
+    "cpu": lambda _: _extension("cpu"),
     "triton": _probe_triton,
     "cuda": _probe_cuda,
-    "cuda_emulated": lambda: _extension("cuda_emulated"),
+    "cuda_emulated": lambda _: _extension("cuda_emulated"),
 }
 _DEVICES: dict[str, tuple[str, ...]] = {
     "reference": ("cpu", "cuda"),
@@ -236,4 +272,4 @@ _LOADERS: dict[str, Callable[[str], Any]] = {
 
 _asked = os.environ.get("HPO_CORE_BACKEND") or os.environ.get("HPO_CORE_ISA")
 if _asked == "reference" or (not _asked and importlib.util.find_spec("hpo_core._cpu") is None):
-    _FALLS_BACK["cpu"] = True
+    _FALLS_BACK[torch.device("cpu")] = True

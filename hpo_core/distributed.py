@@ -125,10 +125,23 @@ def common_ids(keys: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def sum_in_order(values: torch.Tensor) -> torch.Tensor:
-    """The sum over the last dimension, which may be empty. ``sum`` makes as many parts of a long one as threads run."""
-    pad, blocks = torch.nn.functional.pad, (values.shape[-1] + 1023) // 1024
-    parts = pad(values, (0, blocks * 1024 - values.shape[-1])).reshape(*values.shape[:-1], blocks, 1024).sum(-1)
-    return pad(parts, (1, 0)).cumsum(-1)[..., -1]
+    """The sum over the last dimension, which may be empty. ``sum`` makes as many parts of a long one as threads run,
+    but none of a short one: that of 2^35 elements is short after two steps."""
+    for _ in range(2):
+        blocks = (values.shape[-1] + 1023) // 1024
+        padded = torch.nn.functional.pad(values, (0, blocks * 1024 - values.shape[-1]))
+        values = padded.reshape(*values.shape[:-1], blocks, 1024).sum(-1)
+    return values.sum(-1)
+
+
+def running_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sums ``[n]`` up to each element, of which each doubling of the distance adds two: ``cumsum`` of floats on a
+    GPU differs from run to run."""
+    distance = 1
+    while distance < len(values):
+        values = values + torch.nn.functional.pad(values[:-distance], (distance, 0))
+        distance *= 2
+    return values
 
 
 def sum_of_ranks(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -139,7 +139,7 @@ def policy_loss_from_logits(
     if grad is not None:
         if inplace_gradient:  # whatever has kept the logits for its own backward is told
             torch.autograd.graph.increment_version(logits)
-        loss, _ = _apply(logits, loss, grad)
+        loss, _ = _apply(logits, loss, grad, backend)
     return PolicyLossFromLogits(loss, observed(vector, None), logp, entropy)
 
 
@@ -236,10 +236,11 @@ class _FromLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor
+        ctx: Any, logits: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor, backend: str | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.grad = grad  # not saved_tensors: written in place it is the logits, of a version that autograd minds
         ctx.version = grad._version
+        ctx.backend = backend
         ctx.set_materialize_grads(False)
         nothing = loss.new_empty(0)
         ctx.save_for_backward(nothing)
@@ -249,8 +250,8 @@ class _FromLogits(torch.autograd.Function):
     def backward(ctx: Any, factor: torch.Tensor, _: Any) -> Any:
         check(ctx.grad is not None, "loss: its gradient has been handed on; a second backward needs a second call")
         if torch.is_grad_enabled():
-            return _without_graph(*ctx.saved_tensors, ctx, factor), None, None
-        return _scaled(None, ctx, factor), None, None
+            return _without_graph(*ctx.saved_tensors, ctx, factor), None, None, None
+        return _scaled(None, ctx, factor), None, None, None
 
 
 def _scaled(_: torch.Tensor | None, ctx: Any, factor: torch.Tensor) -> torch.Tensor:
@@ -263,7 +264,7 @@ def _scaled(_: torch.Tensor | None, ctx: Any, factor: torch.Tensor) -> torch.Ten
     if not hands_on(factor):
         return (grad * factor).to(grad.dtype)
     ctx.grad = None
-    return times(grad, factor)
+    return times(grad, factor, ctx.backend)
 
 
 _apply: Any = _FromLogits.apply

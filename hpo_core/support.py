@@ -293,6 +293,7 @@ def _floors_among(
     left, weights = left_by_top_k(greatest)
     if top_p is not None:
         total = left_by_top_k(logits)[1].sum(-1, keepdim=True)
+        # PyTorch's scan of floats on a GPU keeps its order where there are several rows, and not in a single one.
         left &= (weights.cumsum(-1) - weights < top_p * total) | _TOP_P.is_off(top_p)
     least = torch.where(left, greatest, math.inf).amin(-1)
     is_enough = ~left[:, -1:] & (True if top_k is None else top_k <= count)

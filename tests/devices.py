@@ -11,17 +11,28 @@ from torch.utils._pytree import tree_leaves
 import hpo_core as hpo
 
 
-class OnDevice(TorchDispatchMode):
-    """Fails if a tensor on the host takes part, as in a copy. Collects kernels, without views and allocations."""
+def has_no_order(function, args, result):
+    """Whether a GPU may add up floats in another order at the next call: by atomics, or in a scan of one row."""
+    name = function._schema.name.removeprefix("aten::").rstrip("_")
+    added = name in ("index_add", "scatter_add", "scatter_reduce", "index_reduce", "bincount", "put")
+    accumulates = name == "index_put" and len(args) > 3 and args[3]
+    scans = name in ("cumsum", "logcumsumexp", "cumprod") and args[0].numel() == args[0].shape[args[1]]
+    return (added or accumulates or scans) and result.is_floating_point()
 
-    def __init__(self):
+
+class OnDevice(TorchDispatchMode):
+    """Fails if a tensor on the host takes part, as in a copy, or with ``ordered`` the order of a sum of floats
+    is not fixed. Collects kernels, without views and allocations."""
+
+    def __init__(self, ordered=False):
         super().__init__()
-        self.kernels = []
+        self.kernels, self.ordered = [], ordered
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         assert all(tensor.device.type == "meta" for tensor in tensors), function
+        assert not (self.ordered and has_no_order(function, args, result)), function
         is_view = any(output.alias_info and not output.alias_info.is_write for output in function._schema.returns)
         if not is_view and "empty" not in function._schema.name:
             self.kernels.append(function._schema.name)

@@ -3,8 +3,10 @@
 import functools
 import itertools
 import math
+from fractions import Fraction
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from breadth import at_length, at_most, few, number, tried  # noqa: F401 (the first is a fixture)
@@ -323,6 +325,12 @@ def test_any_integer_is_an_id(backend, extreme):
 
 
 @pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("made", [int, Fraction, np.float32], ids=lambda made: made.__name__)
+def test_a_number_of_any_type_is_the_same_number(backend, made):
+    example = testing.random_rewards(1, 14, "normal")
+    assert torch.equal(run(backend, example, eps=made(1)), run(backend, example, eps=1.0))
+
+
 def test_same_bits_on_any_number_of_threads(backend):
     largest = number(backend, at_length=3000, machine_code=3000, emulated=1100, interpreted=1100)
     for units in few(backend, (300, largest)):

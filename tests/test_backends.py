@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,21 @@ def fresh():
         cached.cache_clear()
     backends._FALLS_BACK.clear()
     backends._FALLS_BACK.update(fallbacks)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretends that devices of these capabilities are here, the first of them current, with an extension."""
+
+    def pretend(*capabilities, built="sm_80 sm_90 compute_90", driver=13000, toolkit=13000):
+        extension = SimpleNamespace(description=lambda: built, versions=lambda: (driver, toolkit))
+        monkeypatch.setitem(sys.modules, "hpo_core._cuda", extension)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda of=None: capabilities[0 if of is None else of.index or 0]
+        )
+
+    return pretend
 
 
 def loss(backend, device="cpu", **keywords):
@@ -72,7 +88,7 @@ def test_a_backend_of_another_device():
 @pytest.mark.filterwarnings("ignore:hpo_core. no native backend")
 def test_a_missing_backend_is_an_error_with_the_reason(monkeypatch):
     missing = backends.Availability("cpu", "not built: no compiler")
-    monkeypatch.setitem(backends._PROBES, "cpu", lambda: missing)
+    monkeypatch.setitem(backends._PROBES, "cpu", lambda _: missing)
     with pytest.raises(RuntimeError, match="backend: 'cpu' is not available: not built: no compiler"):
         loss("cpu")
     assert not hpo.backends()["cpu"] and hpo.backends()["cpu"].reason == "not built: no compiler"
@@ -86,8 +102,8 @@ def test_a_stub_in_place_of_triton_is_reported(monkeypatch):
 
 
 def test_without_a_native_backend_the_reference_serves_with_a_warning(monkeypatch):
-    monkeypatch.setitem(backends._PROBES, "cuda", lambda: backends.Availability("cuda", "no driver"))
-    monkeypatch.setitem(backends._PROBES, "triton", lambda: backends.Availability("triton", "no compiler"))
+    monkeypatch.setitem(backends._PROBES, "cuda", lambda _: backends.Availability("cuda", "no driver"))
+    monkeypatch.setitem(backends._PROBES, "triton", lambda _: backends.Availability("triton", "no compiler"))
     with pytest.warns(
         RuntimeWarning, match=r"serves cuda tensors here \(cuda: no driver; triton: no compiler\), so the"
     ):
@@ -96,7 +112,7 @@ def test_without_a_native_backend_the_reference_serves_with_a_warning(monkeypatc
 
 def test_an_instruction_set_that_cannot_run_is_an_error(monkeypatch):
     monkeypatch.setenv("HPO_CORE_ISA", "avx")
-    monkeypatch.setitem(backends._PROBES, "cpu", lambda: backends.Availability("cpu", "HPO_CORE_ISA=avx cannot run"))
+    monkeypatch.setitem(backends._PROBES, "cpu", lambda _: backends.Availability("cpu", "HPO_CORE_ISA=avx cannot run"))
     backends._FALLS_BACK.clear()
     with pytest.raises(RuntimeError, match="backend: 'cpu' is not available: HPO_CORE_ISA=avx cannot run"):
         loss(None)
@@ -118,8 +134,8 @@ def test_the_environment_variable_chooses_the_default_backend(asked, expected, m
 
 @pytest.mark.parametrize(("cuda", "triton", "expected"), [("", "", "cuda"), ("no", "", "triton"), ("", "no", "cuda")])
 def test_the_order_on_a_gpu(cuda, triton, expected, monkeypatch):
-    monkeypatch.setitem(backends._PROBES, "cuda", lambda: backends.Availability("cuda", cuda))
-    monkeypatch.setitem(backends._PROBES, "triton", lambda: backends.Availability("triton", triton))
+    monkeypatch.setitem(backends._PROBES, "cuda", lambda _: backends.Availability("cuda", cuda))
+    monkeypatch.setitem(backends._PROBES, "triton", lambda _: backends.Availability("triton", triton))
     assert all(backends.choice(op, "cuda") == expected for op in backends.OPS)
     assert all(backends.choice(op, "cpu") == "cpu" for op in backends.OPS)
 
@@ -134,16 +150,57 @@ def test_the_order_on_a_gpu(cuda, triton, expected, monkeypatch):
         ("sm_80 sm_90 compute_90", (7, 5), False),
         ("sm_89", (8, 6), False),  # an older minor version
         ("sm_90a", (10, 0), False),
+        ("sm_90a", (9, 0), True),
+        ("sm_100a", (10, 3), False),  # of one device alone
+        ("sm_120a", (12, 1), False),
+        ("sm_90 compute_90a", (12, 0), False),
+        ("sm_100f", (10, 3), True),  # of the minor versions of one major
+        ("sm_103f", (10, 0), False),
+        ("compute_100f", (12, 0), False),
     ],
 )
-def test_a_cuda_build_knows_its_devices(built, capability, runs, monkeypatch):
-    extension = SimpleNamespace(description=lambda: built)
-    monkeypatch.setitem(sys.modules, "hpo_core._cuda", extension)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+def test_a_cuda_build_knows_its_devices(built, capability, runs, gpus):
+    gpus(capability, built=built)
     available = hpo.backends()["cuda"]
     assert bool(available) == runs
     assert runs or f"sm_{capability[0]}{capability[1]}" in available.reason
+
+
+@pytest.mark.parametrize(
+    ("driver", "toolkit", "capability", "reason"),
+    [
+        (12080, 13000, (9, 0), r"built with CUDA 13\.0, and the driver knows CUDA up to 12\.8; update the driver, or"),
+        (13000, 13010, (9, 0), ""),  # of one major version an older driver runs what a newer toolkit has made,
+        (13000, 13010, (12, 0), "not for this device"),  # but does not compile its PTX
+        (13010, 13000, (12, 0), ""),
+        (13000, 12080, (9, 0), ""),
+    ],
+)
+def test_a_driver_that_is_too_old_is_a_reason(driver, toolkit, capability, reason, gpus):
+    gpus(capability, driver=driver, toolkit=toolkit)
+    available = hpo.backends()["cuda"]
+    assert re.search(reason, available.reason) if reason else available
+
+
+def test_each_gpu_has_the_backend_that_has_code_for_it(gpus, monkeypatch):
+    gpus((9, 0), (7, 5))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert [backends.choice("gates", device) for device in ("cuda", "cuda:0", "cuda:1")] == ["cuda", "cuda", "triton"]
+    with pytest.raises(RuntimeError, match=r"'cuda' is not available: built for .*, not for this device \(sm_75\)"):
+        backends._resolve("gates", torch.device("cuda:1"), "cuda")
+
+
+def test_a_forked_process_gets_a_reason(gpus, monkeypatch):
+    gpus((9, 0))
+    message = "Cannot re-initialize CUDA in forked subprocess"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", mock.Mock(side_effect=RuntimeError(message)))
+    assert message in hpo.backends()["cuda"].reason
+
+
+def test_on_amd_the_extension_is_none(gpus, monkeypatch):
+    gpus((9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "ROCm" in hpo.backends()["cuda"].reason and backends.choice("gates", "cuda") == "triton"
 
 
 def test_no_device_is_a_reason(monkeypatch):

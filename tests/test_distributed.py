@@ -9,6 +9,7 @@ from ranks import on_ranks
 
 import hpo_core as hpo
 from hpo_core import aggregation, entropy
+from hpo_core.distributed import running_sum, sum_in_order
 from hpo_core.gates import Level, LogClip, RatioGate, Tanh, Unit
 
 LENGTHS = [4, 9, 1, 0, 6, 3, 3, 8]
@@ -227,6 +228,14 @@ def test_data_parallel_training(ranks, step):
     hpo.policy_loss(new, step.old_logp, step.advantages, step.batch).loss.backward()
     for found in ranks:
         torch.testing.assert_close(found["ddp"], model.table.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1024, 1025, 2**20 + 3])
+def test_a_sum_in_order(size):
+    values = torch.arange(size) % 7
+    for rows in (values, torch.stack((values, -values))):
+        assert sum_in_order(rows.float()).tolist() == rows.sum(-1).tolist()
+    assert torch.equal(running_sum(values.double()), values.cumsum(0).double())
 
 
 def test_errors():

@@ -40,7 +40,7 @@ _cov = functools.partial(gates.clip_cov_mask, TOKENS, TOKENS, ONE, FIVE, seed=0)
         (lambda: gates.kl_cov_mask(TOKENS, ONE, FIVE, share=20), r"share: expected a number in \[0, 1\], got 20"),
         (lambda: gates.kl_cov_mask(TOKENS, ONE, FIVE, share=math.nan), "share: expected a number in .*, got nan"),
         (lambda: _cov(share=-1), r"share: expected a number in \[0, 1\], got -1"),
-        (lambda: _cov(low=5, high=1), "low: expected low <= high, got 5 and 1"),
+        (lambda: _cov(low=5, high=1), "low: expected low <= high, got 5.0 and 1.0"),
         (lambda: _cov(eps_low=0.8, eps_high=1.2), "eps_low, eps_high: .* look like ratios; pass 0.2 and 0.2"),
         (lambda: gates.archer_bounds(TOKENS > 1, (0.8, 1.2)), r"eps_narrow\[0\], .* look like ratios"),
         (lambda: gates.archer_bounds(TOKENS > 1, eps_wider=(0.4, -1)), r"eps_wider\[1\]: expected an epsilon >= 0"),

@@ -3,9 +3,11 @@
 import functools
 import itertools
 import math
+from fractions import Fraction
 from unittest import mock
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from breadth import at_length, number  # noqa: F401 (the first is a fixture)
@@ -347,6 +349,46 @@ def test_loss_and_grad_without_autograd_is_the_same(backend):
             keywords = example.keywords | {"gate": gate, "backend": backend}
             loss = hpo.policy_loss(example.logp, example.old_logp, example.advantages, example.batch, **keywords).loss
         assert bits(loss) == bits(through.loss)
+
+
+def own_gate(number):
+    """Of parts, with a number in each place that kernels know."""
+    clip = Clip((0, number / 2), (number * 2, number * 3), weight_low=(number, 2))
+    pre = gates.LogClip((-number, -number), (number, number))
+    return RatioGate("own", clip, pre=pre, penalty=gates.Penalty.K3, penalty_coefficient=number)
+
+
+OF_ONE = {
+    "sapo": lambda one: gates.sapo(one, one),
+    "spo": gates.spo,
+    "vespo": lambda one: gates.vespo((one, one), (one, one)),
+    "tis": gates.tis,
+    "parts": own_gate,
+    "corrections": lambda one: RatioGate(
+        "own", Clip(), corrections=(gates.Correction(gates.Action.CLAMP, (-one, -one), (one, one)),)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OF_ONE.values(), ids=OF_ONE)
+def test_a_number_of_any_type_is_the_same_number(backend, make):
+    logp = torch.linspace(-2, -0.1, 12)
+    batch = hpo.PackedBatch.from_lengths([5, 7])
+
+    def bits_of(one):
+        gate = make(one)
+        result = hpo.policy_loss_and_grad(
+            logp, logp.flip(0), torch.tensor([1.0, -2.0]), batch, gate,
+            rollout_logp=logp - 0.5 if gate.reads_rollout else None,
+            ref_logp=logp + 0.25, kl=hpo.kl.KLPenalty(hpo.kl.KLEstimator.K3, one, hpo.kl.KLGradient.VALUE),
+            backend=backend,
+        )  # fmt: skip
+        return bits(result.loss), bits(result.grad)
+
+    expected = bits_of(1.0)
+    for one in (1, Fraction(1), np.float32(1), np.int64(1)):
+        assert bits_of(one) == expected, type(one)
+    assert make(1) == make(1.0) and hash(make(1)) == hash(make(1.0))
 
 
 def test_step_advantages_are_those_of_their_tokens(backend):

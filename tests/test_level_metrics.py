@@ -432,7 +432,7 @@ def test_nothing_synchronises(masked, per_token):
     for gate in OBSERVED.values():
         spec = gate.spec()
         units = tuple(level.unit for level in spec.levels)
-        with OnDevice(), NoHostData():
+        with OnDevice(ordered=True), NoHostData():
             mask = make(64, dtype=torch.bool) if masked else None
             steps = make(5, 2, dtype=torch.int64) if STEP in units else None
             batch = hpo.PackedBatch(
@@ -492,7 +492,7 @@ def test_errors():
     narrow = Level(Identity(), aggregate=Aggregate.MEAN), Level(Identity(), unit=GROUP, aggregate=Aggregate.BALANCED)
     with pytest.raises(ValueError, match=r"^report: the level 'group' .* counts segments, and 'levels' is made of"):
         example.run(RatioGate("balanced", Identity(), narrow), "cpu", report=("levels",))
-    with pytest.raises(ValueError, match=r"^report: only eager calls know it"), OnDevice():
+    with pytest.raises(ValueError, match=r"^report: only eager calls know it"), OnDevice(ordered=True):
         example.run(GATES["fiberpo"], "cpu", report=("levels",))
     found, other = (
         example.run(GATES[name], "cpu", report=("levels",)).levels for name in ("fiberpo", "fiberpo_domain")

@@ -860,7 +860,7 @@ def as_backend(monkeypatch):
     """Makes what loads ops a backend, of a name of its own: whatever caches backends does so by name."""
 
     def add(name, load):
-        monkeypatch.setitem(backends._PROBES, name, lambda: backends.Availability(name))
+        monkeypatch.setitem(backends._PROBES, name, lambda _: backends.Availability(name))
         monkeypatch.setitem(backends._DEVICES, name, ("cpu",))
         monkeypatch.setitem(backends._LOADERS, name, load)
         backends._resolve.cache_clear()

@@ -131,9 +131,10 @@ def test_a_factor_on_a_device_is_read_there(backend):
     """By the kernel for contiguous values and a factor in float32, by PyTorch for others."""
     calls, ours = [], importlib.import_module("hpo_core.ops.gates")
 
-    def scaling(op, values):
+    def scaling(op, values, asked):
         calls.append(op)
-        return resolve(op, values, backend)
+        assert asked == backend
+        return resolve(op, values, asked)
 
     wide = torch.arange(24.0, device=device_of(backend)).view(4, 6)
     with pytest.MonkeyPatch.context() as patched:
@@ -142,7 +143,7 @@ def test_a_factor_on_a_device_is_read_there(backend):
             for values, by_kernel in ((wide.clone(), dtype is torch.float32), (wide.clone()[:, 1:3], False)):
                 expected = 3 * values
                 factor = torch.tensor(3.0, dtype=dtype, device=wide.device).as_subclass(Elsewhere)
-                result = ours.times(values, factor)
+                result = ours.times(values, factor, backend)
                 assert result.data_ptr() == values.data_ptr() and torch.equal(values, expected)
                 assert bool(calls) == by_kernel
                 calls.clear()
@@ -202,6 +203,18 @@ def test_a_backward_is_the_product_with_the_incoming_gradient(made, dtype, backe
         got = gradient(*MADE[made](backend, dtype), factor)
         assert same(got, product(plain, factor)), factor
     assert gradient(*MADE[made](backend, dtype), math.nan).isnan().all()
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_backward_takes_the_backend_of_its_call(made, backend):
+    asked = []
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("ops.gates", "loss_from_logits"):
+            module = importlib.import_module(f"hpo_core.{name}")
+            patched.setattr(module, "times", lambda values, factor, of: asked.append(of) or values)
+        leaf, loss = MADE[made](backend, torch.float32)
+        loss.backward()
+    assert asked == [backend] and leaf.grad is not None
 
 
 @LOSSES

@@ -1,6 +1,7 @@
 """No synchronisation anywhere: the whole path runs on tensors that hold no data, where reading a value raises."""
 
 import functools
+import importlib
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_meta_tensors_raise_where_a_value_is_read():
 
 def test_nothing_synchronises():
     make = Device()
-    with OnDevice(), NoHostData():
+    with OnDevice(ordered=True), NoHostData():
         batch = make.batch(group_ids=make.ids(), trajectory_ids=make.ids(), domain_ids=make.ids())
         logp, old_logp, entropy = (make(64).requires_grad_(), make(64), make(64))
         mask = make(64, dtype=torch.bool)
@@ -127,7 +128,7 @@ def test_kernels_of_the_single_call(gate):
     batch = make.batch(group_ids=make.ids())
     logp, old_logp, entropy = make(64).requires_grad_(), make(64), make(64)
     weights = make(8)
-    with OnDevice() as device, NoHostData():
+    with OnDevice(ordered=True) as device, NoHostData():
         result = hpo.hierarchical_policy_loss(
             logp, old_logp, make(8), batch, gate=gate, window=hpo.entropy.ares(), entropy=entropy, weights=weights
         )
@@ -179,7 +180,7 @@ class Dataless(Given):
 @pytest.mark.parametrize("name", CASES)
 def test_no_estimator_synchronises(name):
     units = Dataless(draw(1))
-    with OnDevice(), NoHostData():
+    with OnDevice(ordered=True), NoHostData():
         assert CASES[name](units).device.type == "meta"
 
 
@@ -204,8 +205,17 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name.removeprefix("hpo_core."))
 def test_no_public_function_synchronises(call):
     call = call.moved("meta")
-    with OnDevice(), NoHostData():
+    with OnDevice(ordered=True), NoHostData():
         call.run()
+
+
+def test_areals_means_of_rows_have_an_order():
+    make, mask = Device(), torch.tensor([1, 1, 0, 1, 1, 0], dtype=torch.bool)
+    areal = importlib.import_module("hpo_core.integrations.areal")
+    with OnDevice(ordered=True):
+        areal._row_means(make(64), make(64, dtype=torch.bool), make.batch())
+    batch = hpo.PackedBatch(torch.tensor([0, 3, 3, 5]), mask)  # an empty row, and a token in none
+    assert areal._row_means(torch.tensor([1.0, 2, 9, 4, 8, 9]), mask, batch).tolist() == [1.5, 0, 6]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +224,7 @@ def test_no_public_function_synchronises(call):
 def test_estimators_inside_groups_are_one_kernel(name):
     """One kernel is ours; the kernels of torch renumber ids and stack inputs."""
     units = Dataless(draw(1))
-    with OnDevice() as device, NoHostData():
+    with OnDevice(ordered=True) as device, NoHostData():
         CASES[name](units)
     assert device.kernels.count("hpo_core::group_normalise") == 1
     assert sum(kernel.startswith("hpo_core::") for kernel in device.kernels) == 1
@@ -223,6 +233,6 @@ def test_estimators_inside_groups_are_one_kernel(name):
 @pytest.mark.parametrize(("name", "kernels"), [("gigpo", 3), ("hgpo", 2), ("gdpo", 2), ("reinforce_pp_baseline", 2)])
 def test_kernels_of_estimators_with_returns_or_a_second_stage(name, kernels):
     units = Dataless(draw(1))
-    with OnDevice() as device, NoHostData():
+    with OnDevice(ordered=True) as device, NoHostData():
         CASES[name](units)
     assert sum(kernel.startswith("hpo_core::") for kernel in device.kernels) == kernels

@@ -510,6 +510,37 @@ kernels = collections.Counter(kernel for kernel, _ in set(asked))
 print(json.dumps([launches, kernels]))
 """
 
+COUNT_BY_PRESET = """
+import json
+
+import torch
+from hpo_core import gates as presets
+from hpo_core import kl
+from hpo_core._triton import compile, gates
+from hpo_core.specs import PolicyLossInputs
+
+def values(*size, dtype=torch.float32):
+    return torch.empty(size, dtype=dtype, device="meta")
+
+def own(number):
+    clip = presets.Clip((0, 0), (number, 2), weight_low=(number, 3), slope_high=(number, 2))
+    return presets.RatioGate("own", clip, pre=presets.LogClip((0, -2), (number, 2)))
+
+batch = PolicyLossInputs(*map(values, (64, 64, 2, 2)), values(3, dtype=torch.int64), ref_logp=values(64))
+names = "dro", "gmpo", "kimi", "opmd", "ppo_penalty", "sapo", "spo", "vespo"
+makers = {name: getattr(presets, name) for name in names} | {"own": own}
+makers["vespo"] = lambda number: presets.vespo((number, 3), (3, number))
+kernels = {}  # the specialisations of each by its number
+for name, make in makers.items():
+    kernels[name] = []
+    for number in (1.0, 1, 2, 16):
+        asked = set()
+        with compile.compiling(90, lambda kernel, key: asked.add(kernel + key)):
+            gates.policy_loss(batch, make(number).spec(kl.k3(number)), True, False)
+        kernels[name].append(sorted(asked))
+print(json.dumps(kernels))
+"""
+
 
 # The compiler stops behind its front end, which types every operation and unrolls every loop.
 FRONT_END = f"""
@@ -551,7 +582,7 @@ print(json.dumps([
 """
 
 
-SCRIPTS = (SELECT_TOP, BARRIERS, NAME_KERNELS, COUNT_COMPILATIONS, FRONT_END, ELSEWHERE)
+SCRIPTS = (SELECT_TOP, BARRIERS, NAME_KERNELS, COUNT_COMPILATIONS, COUNT_BY_PRESET, FRONT_END, ELSEWHERE)
 
 
 def test_sizes_and_numbers_never_compile_again():
@@ -583,3 +614,9 @@ def test_sizes_and_numbers_never_compile_again():
         "_differentiate_loss": 2,
     }
     assert all(launches[kernel] >= 3 * count for kernel, count in kernels.items())
+
+
+def test_whole_numbers_of_a_gate_never_compile_again():
+    """Triton types a number in a tuple by its value: an integer would be another kernel."""
+    for name, (first, *others) in answer(COUNT_BY_PRESET).items():
+        assert first and all(each == first for each in others), name

@@ -304,7 +304,7 @@ def _scorer(window: EntropyWindow, values: torch.Tensor, backend: str | None) ->
 
 
 def _chosen(values: torch.Tensor) -> str:
-    return "" if ops.is_traced(values) else choice("entropy", values.device.type)
+    return "" if ops.is_traced(values) else choice("entropy", str(values.device))
 
 
 def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from .. import ops
 from ..arguments import check_compat, examines
 from ..batch import PackedBatch, alone_without, renumber, takes_padded
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
-from ..distributed import sum_in_order
+from ..distributed import running_sum, sum_in_order
 from ..specs import GroupStatistics, OrderRule
 from .ratio_gate import GateInputs
 from .token_level import check_epsilons
@@ -241,7 +241,7 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     valid = valid_tokens(batch)
     square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()
     ordered, order = torch.where(valid, square, torch.full_like(square, torch.inf)).sort(stable=True)
-    means = ordered.cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
+    means = running_sum(ordered) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
     kept = means < threshold  # means of ascending numbers ascend
     kept[:1] = True
     return GateInputs(token_mask=torch.zeros_like(valid).scatter_(0, order, kept) & valid)

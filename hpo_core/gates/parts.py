@@ -8,7 +8,18 @@ from dataclasses import MISSING, dataclass, fields
 
 from ..arguments import check_member, check_number, check_numbers, is_finite
 from ..checks import check, require_type
-from ..specs import Action, Aggregate, CorrectionSpec, LevelKind, LevelSpec, Reduction, Routing, Statistic, Unit
+from ..specs import (
+    Action,
+    Aggregate,
+    CorrectionSpec,
+    LevelKind,
+    LevelSpec,
+    Reduction,
+    Routing,
+    Statistic,
+    Unit,
+    in_floats,
+)
 
 Pair = tuple[float, float]  # (advantage >= 0, advantage < 0)
 
@@ -281,9 +292,11 @@ class Correction(Short):
 
     def spec(self) -> CorrectionSpec:
         """As kernels take it."""
-        return CorrectionSpec(
-            self.statistic, self.reduction, self.action, self.unit is not None, self.strict, self.low, self.high
+        of_segments = self.unit is not None
+        spec: CorrectionSpec = in_floats(
+            CorrectionSpec(self.statistic, self.reduction, self.action, of_segments, self.strict, self.low, self.high)
         )
+        return spec
 
 
 def level_spec(level: Level) -> LevelSpec:

@@ -20,7 +20,7 @@ import torch
 from ..arguments import check_member, check_number, is_finite
 from ..checks import check, require_type
 from ..kl import KLPenalty
-from ..specs import Aggregate, Head, Penalty, PolicyLossSpec, Provenance, Routing, TermSpec, TokenGate, Unit
+from ..specs import Aggregate, Head, Penalty, PolicyLossSpec, Provenance, Routing, TermSpec, TokenGate, Unit, in_floats
 from .parts import (
     OF_LEVELS,
     Channel,
@@ -153,7 +153,7 @@ class RatioGate(Short):
         self._check_levels()
         self._check_head()
         self._check_numbers()
-        object.__setattr__(self, "_spec", self._make_spec())
+        object.__setattr__(self, "_spec", in_floats(self._make_spec()))
         object.__setattr__(self, "_facts", self._make_facts())
         needed = {"target": "gates.GateInputs(target=...)"} if self.takes_target else {}
         object.__setattr__(self, "required", needed | dict(self.needs))
@@ -318,7 +318,7 @@ class RatioGate(Short):
         """The gate, a KL penalty and the window's comparison, as kernels take them."""
         if kl is None:
             return self._spec._replace(strict=True) if strict else self._spec
-        return self._spec._replace(kl=kl.estimator, kl_gradient=kl.gradient, kl_beta=kl.beta, strict=strict)
+        return self._spec._replace(kl=kl.estimator, kl_gradient=kl.gradient, kl_beta=float(kl.beta), strict=strict)
 
     def _make_spec(self) -> PolicyLossSpec:
         clip = self.token if isinstance(self.token, Clip) else Clip()

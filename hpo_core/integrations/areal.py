@@ -156,8 +156,9 @@ def _row_means(advantages: torch.Tensor, mask: torch.Tensor, batch: PackedBatch)
     if advantages.dim() == 2:
         sums = torch.where(mask, advantages, 0.0).sum(1)
     else:
-        row = batch.row_of_token().clamp(min=0)
-        sums = advantages.new_zeros(batch.rows).index_add_(0, row, torch.where(mask, advantages, 0.0))
+        # In the order of tokens; index_add_ on a GPU would add in that of its atomics.
+        kept = torch.where(mask, advantages, 0.0)
+        sums = torch.segment_reduce(kept, "sum", offsets=batch.cu_seqlens, unsafe=True)
     return sums / batch.row_counts.clamp(min=1)
 
 

@@ -71,7 +71,7 @@ def policy_loss(
         computed = want_grad or (exchange is not None and torch.is_grad_enabled())
         loss, metrics, grad, tokens = run(_contiguous(inputs), spec, computed, want_tokens, exchange)
         if want_grad:
-            loss, _ = _apply(logp, (loss, grad))
+            loss, _ = _apply(logp, (loss, grad), backend)
     elif torch._C._are_functorch_transforms_active():
         if torch.compiler.is_compiling():
             raise RuntimeError(TRANSFORM_IN_COMPILED)
@@ -119,14 +119,15 @@ class _PolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logp: torch.Tensor, outputs: tuple[torch.Tensor, torch.Tensor]
+        ctx: Any, logp: torch.Tensor, outputs: tuple[torch.Tensor, torch.Tensor], backend: str | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.backend = backend
         _remember(ctx, outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
-        return _scaled(ctx, loss_gradient, grad_gradient, in_place=True), None
+        return _scaled(ctx, loss_gradient, grad_gradient, in_place=True), None, None
 
 
 class _Call:
@@ -188,7 +189,7 @@ def _scaled(
         return None
     grad: torch.Tensor = ctx.saved_tensors[0]
     if in_place and hands_on(loss_gradient):
-        return times(grad.detach(), loss_gradient)
+        return times(grad.detach(), loss_gradient, ctx.backend)
     return loss_gradient * grad
 
 
@@ -197,13 +198,13 @@ def hands_on(factor: torch.Tensor) -> bool:
     return not (is_traced(factor) or factor.requires_grad or _keeps_graph() or is_batched(factor))
 
 
-def times(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def times(values: torch.Tensor, factor: torch.Tensor, backend: str | None) -> torch.Tensor:
     """``values *= factor``. 1 is what a plain ``backward()`` sends: a CPU reads it here, another device in the kernel,
     because reading it here would be a synchronisation."""
     if factor.is_cpu:
         return values if factor.item() == 1.0 else values.mul_(factor)
-    if values.is_contiguous() and factor.dtype is torch.float32 and not is_reference(values, None):
-        resolve("gates", values).scale(values, factor)
+    if values.is_contiguous() and factor.dtype is torch.float32 and not is_reference(values, backend):
+        resolve("gates", values, backend).scale(values, factor)
         return values
     return values.mul_(factor)
 

@@ -42,6 +42,7 @@ from .gates import (
     TermSpec,
     TokenGate,
     Unit,
+    in_floats,
     rows_as_weights,
 )
 from .logprobs import LOGITS, LogitRows, LogitType
@@ -90,5 +91,6 @@ __all__ = [
     "TokenGate",
     "Unit",
     "WindowAggregate",
+    "in_floats",
     "rows_as_weights",
 ]

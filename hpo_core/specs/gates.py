@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -247,6 +247,15 @@ class Exchange(Protocol):
     def differentiable_sums(self, table: torch.Tensor) -> torch.Tensor:
         """For the reference: what ``sums`` does, of floating-point numbers that are not multiplied by anything, as a
         function of the table ``[levels, P, 3]`` whose derivative is that of all processes' losses."""
+
+
+def in_floats(spec: Any) -> Any:
+    """A spec with each of its numbers as a float: Triton types a number in a tuple by its class, so that an integer
+    would be another kernel, and NumPy's numbers and fractions none."""
+    if isinstance(spec, tuple):
+        parts = [in_floats(each) for each in spec]
+        return type(spec)(*parts) if hasattr(spec, "_fields") else tuple(parts)
+    return spec if spec is None or isinstance(spec, (bool, enum.Enum)) else float(spec)
 
 
 class PolicyLossInputs(NamedTuple):

@@ -30,7 +30,9 @@ SECOND_DERIVATIVE = (
     "graph); use backend='reference' to differentiate twice"
 )
 
-_NONE = -(2**31)  # no label: one of -100 that the mask counts is an error in the data, which gives NaN
+# No label: one of -100 that the mask counts is an error in the data, which gives NaN. The number is not the least of 32
+# or 64 bits, because NaN becomes that as an integer.
+_NONE = -(2**62) - 1
 _PER_TOKEN = (
     *("logp", "old_logp", "mask", "ref_logp", "entropy", "score", "token_mask", "token_weight", "low", "high"),
     *("penalty_mask", "kl_weight"),

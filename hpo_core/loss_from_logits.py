@@ -103,6 +103,10 @@ def policy_loss_from_logits(
     """
     logits, targets = examined("logits", logits), examined("targets", targets)
     batch = as_batch(batch)
+    check(
+        not options.get("report") and options.get("process_group") is None,
+        "report, process_group: policy_loss_from_logits knows neither; call token_logprobs and policy_loss",
+    )
     backend, reference = options.get("backend"), is_reference(logits, options.get("backend"))
     if reference:
         check(not inplace_gradient, "inplace_gradient: the reference has a graph of its own; leave it False")
@@ -151,10 +155,6 @@ def _prepared(
     options: PolicyLossOptions,
 ) -> Any:
     """The arguments of the kernels for a gate under which no token reads another; ``logp`` is not read."""
-    check(
-        not options.get("report") and options.get("process_group") is None,
-        "report, process_group: policy_loss_from_logits knows neither; call token_logprobs and policy_loss",
-    )
     corrections = () if gate is None else gate.corrections
     alone = all(each.unit is None and each.channel is Channel.DISCREPANCY for each in corrections)
     alone = alone and (old_logp is not None or options.get("rollout_logp") is None)

@@ -423,6 +423,8 @@ def test_other_derivatives_are_refused_by_name(inplace):
         (gates.fiberpo(), {}, ValueError, "gate: expected one on tokens alone, got 'fiberpo'"),
         (gates.opsm(0.1), {}, ValueError, "gate: expected one on tokens alone"),
         (None, {"report": ("tokens",)}, ValueError, "report, process_group: .* call token_logprobs and policy_loss"),
+        (None, {"report": ("tokens",), "backend": "reference"}, ValueError, "report, process_group: .*neither"),
+        (None, {"process_group": object(), "backend": "reference"}, ValueError, "report, process_group: .*neither"),
         (None, {"inplace_gradient": True}, ValueError, "inplace_gradient: expected logits that a model has computed"),
         (None, {"temperature": 0.0}, ValueError, "temperature: expected"),
     ],

@@ -219,6 +219,12 @@ def test_without_a_gradient_nothing_is_written():
     found = hpo.token_logprobs(logits, targets, inplace_gradient=True)
     with torch.no_grad():
         hpo.token_logprobs(hidden @ head, targets, inplace_gradient=True, backend="reference")
+    with Watched():
+        hpo.token_logprobs(logits, targets, inplace_gradient=True)
+    call = lambda: torch.func.grad(  # noqa: E731
+        lambda x: (x * hpo.token_logprobs(logits, targets, inplace_gradient=True).logp).sum()
+    )(torch.ones(len(targets)))
+    assert torch.equal(call(), expected.logp)
     assert torch.equal(found.logp, expected.logp) and torch.equal(logits, before)
 
 

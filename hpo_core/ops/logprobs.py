@@ -28,6 +28,8 @@ def token_logprobs(
     logits = rows.logits
     outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
     refuse_tangent("token_logprobs", logits)
+    is_differentiated = logits.requires_grad and torch.is_grad_enabled()
+    in_place = in_place and is_differentiated
     if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
         check(not in_place, IN_PLACE, "a transform of torch.func")
         outputs = _apply(*rows, backend or "", kept, in_place)
@@ -36,7 +38,7 @@ def token_logprobs(
         check(not in_place, IN_PLACE, "a graph that is traced")
         logp, entropy, statistics = OPERATORS.token_logprobs(*rows, backend or "", kept)
         return logp, entropy if kept > 2 else None, statistics
-    if logits.requires_grad and torch.is_grad_enabled():
+    if is_differentiated:
         outputs = _apply(*rows, backend or "", kept, in_place)
         return outputs
     return _forward(*rows, backend or "", kept)

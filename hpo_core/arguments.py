@@ -141,7 +141,11 @@ def _is_number(kind: str, value: Any) -> bool:
 
 
 def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any:
-    if _is_number(kind, value) or (is_optional and value is None):
+    if is_optional and value is None:
+        return value
+    if _is_number(kind, value):
+        is_held = kind != "int" or -(2**63) <= value < 2**63
+        check(is_held, "{}: expected an integer that 64 bits hold, as tensors have them, got {}", name, value)
         return value
     one = "; pass one number"
     fixes = {str: "; write it without quotes", Tensor: "; use .item()", list: one, tuple: one}

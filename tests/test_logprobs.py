@@ -314,9 +314,13 @@ def test_a_temperature_near_0(temperature, backend):
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, 1e-40, 0, -2])
 def test_a_temperature_is_a_number_above_0(wrong):
     logits, targets = normal(2, 5), torch.tensor([0, IGNORED])
-    with pytest.raises(ValueError, match=r"temperature: expected finite numbers above 0, got .*greedy"):
+    with pytest.raises(
+        ValueError, match=r"temperature: expected finite numbers above 0 that float32 holds, got .*greedy"
+    ):
         hpo.token_logprobs(logits, targets, wrong)
-    with pytest.raises(ValueError, match=r"temperature: expected finite numbers above 0, got .*greedy"):
+    with pytest.raises(
+        ValueError, match=r"temperature: expected finite numbers above 0 that float32 holds, got .*greedy"
+    ):
         hpo.token_logprobs(logits, targets, torch.tensor([wrong, 1.0]))
     allowed = hpo.token_logprobs(logits, targets, torch.tensor([1.0, wrong]))  # of an ignored row nothing is read
     assert torch.equal(allowed.logp, hpo.token_logprobs(logits, targets).logp)
@@ -740,7 +744,11 @@ def test_nothing_is_read_by_the_host():
         ({"targets": torch.zeros(2, dtype=torch.int64, device="meta")}, ValueError, "targets: expected"),
         ({"temperature": torch.ones(3)}, ValueError, "temperature: expected shape"),
         ({"temperature": torch.ones(2, requires_grad=True)}, ValueError, "temperature: it is a constant"),
+        ({"temperature": torch.tensor(0.7)}, ValueError,
+         r"temperature: .* = \[2\], got \[\]; one number for all is temperature.item\(\), or .*expand\(\[2\]\)"),
+        ({"temperature": 1e39}, ValueError, r"temperature: expected finite numbers above 0 that .*, got 1e\+39"),
         ({"ignore_index": 0.5}, TypeError, "ignore_index: expected an integer, got 0.5"),
+        ({"ignore_index": 2**63}, ValueError, "ignore_index: expected an integer that 64 bits hold, .* got 92233"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(wrong, error, message):

@@ -421,7 +421,7 @@ def test_nothing_is_read_by_the_host():
          r"targets: expected shape \[T\] \(one per token of the batch\) = \[12\], got \[11\]"),
         ({"logits": torch.zeros(1, 12, 5), "targets": torch.zeros(1, 12, dtype=torch.int64)}, ValueError,
          r"targets: expected shape \[T\] .*; a pack in a model's form \[1, T, ...\] is the first of each"),
-        ({"entropy_temperature": 0.0}, ValueError, "entropy_temperature: expected finite numbers above 0, got 0.0"),
+        ({"entropy_temperature": 0.0}, ValueError, "entropy_temperature: expected finite numbers .* got 0.0"),
         ({"entropy_temperature": 1.0, "entropy": False}, ValueError, "entropy_temperature: expected None without an"),
         ({"entropy_temperature": torch.ones(3)}, ValueError, "entropy_temperature: expected shape"),
     ],

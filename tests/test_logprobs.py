@@ -670,6 +670,37 @@ def test_derivatives_that_are_not_supported():
         torch.autograd.grad(logp, logits, torch.ones(2, 3), is_grads_batched=True)
 
 
+@pytest.mark.parametrize("function", [hpo.token_logprobs, hpo.token_statistics, hpo.linear_token_logprobs])
+def test_transforms_that_are_not_supported(function):
+    name = "linear_token_logprobs" if function is hpo.linear_token_logprobs else "token_logprobs"
+    given = (normal(7, 9),) if function is hpo.linear_token_logprobs else ()
+    rows, targets = normal(3, 9), integers(7, 3)
+
+    def loss(rows):
+        return function(rows, *given, targets).logp.sum()
+
+    with pytest.raises(RuntimeError, match=rf"{name}: torch\.func\.vmap is not supported; pass .* as they are"):
+        torch.vmap(lambda row, target: function(row, *given, target).logp)(rows, targets)
+    for transform in (torch.func.hessian, torch.func.jacfwd):
+        with pytest.raises(RuntimeError, match=f"{name}: forward-mode derivatives .* are not supported"):
+            transform(loss)(rows)
+    with pytest.raises(RuntimeError, match=f"{name}: forward-mode derivatives .* are not supported"):
+        torch.func.jvp(torch.func.grad(loss), (rows,), (rows,))
+    with pytest.raises(RuntimeError, match=rf"{name}: vmap of its backward .*torch\.func\.jacrev"):
+        torch.func.jacrev(loss)(rows)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{name}: torch.func transforms .* inside torch.compile"):
+        torch.compile(torch.func.grad(loss), fullgraph=True, backend="eager")(rows)
+
+
+def test_constants_in_a_compiled_transform():
+    logits, targets = normal(3, 9), integers(9, 3)
+    logp = hpo.token_logprobs(logits, targets).logp
+    torch.compiler.reset()
+    weighted = torch.func.grad(lambda weight: (weight * hpo.token_logprobs(logits, targets).logp).sum())
+    assert torch.equal(torch.compile(weighted, fullgraph=True, backend="eager")(torch.ones(3)), logp)
+
+
 @both
 def test_functional_gradients(backend):
     logits, targets = normal(3, 9), integers(9, 3)

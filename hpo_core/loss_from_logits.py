@@ -81,7 +81,8 @@ def policy_loss_from_logits(
             logits, unless ``entropy=`` is given, which a ``window`` needs.
         temperature: as in :func:`token_logprobs`.
         inplace_gradient: whether the gradient overwrites the logits, so that no second ``[T, V]`` tensor exists. The
-            logits must not be a leaf that requires grad, nor be read or written after this call.
+            logits must not be a leaf that requires grad, nor be read or written after this call, nor be a view that
+            code of ``torch.compile`` returns of what its own backward reads, as in :func:`token_logprobs`.
 
     Traps: the gradient stands in the dtype of the logits before the incoming one multiplies it. In float16 it loses
     what a loss scaler is there to keep: call the two functions, which multiply first.

@@ -11,6 +11,7 @@ from adversarial import ADVERSARIAL, integers, normal, upstreams
 from breadth import at_length, crossed, few, number  # noqa: F401 (the first is a fixture)
 from conftest import NATIVE
 from devices import Device, NoHostData, OnDevice
+from torch._dynamo import testing as dynamo
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -742,6 +743,19 @@ def test_compiled_without_a_break(backend):
         loss(one).backward()
         compiled(other).backward()
         assert torch.allclose(one.grad, other.grad, 1e-6, 1e-7)
+
+
+def test_temperatures_of_targets_are_run_time_values_of_a_compiled_graph():
+    targets, logits = integers(9, 3), normal(3, 9)
+    torch.compiler.reset()
+    counter = dynamo.CompileCounter()
+    run = lambda each: hpo.token_logprobs(logits, targets, each, entropy_temperature=each + 1)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for temperature in (0.5, 0.7, 0.9):
+        each = torch.full((3,), temperature)
+        for got, expected in zip(compiled(each), run(each), strict=True):
+            assert torch.equal(got, expected)
+    assert counter.frame_count == 1
 
 
 def test_nothing_is_read_by_the_host():

@@ -276,6 +276,24 @@ def test_a_compiled_backward_is_not_in_place():
         torch.compile(run, fullgraph=True, backend="aot_eager")(normal(6, 60).requires_grad_())
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_logits_of_compiled_code_are_written_over(softcap):
+    """Nothing of a linear head and a softcap reads its result."""
+    hidden, head, targets = model()
+
+    def logits_of(hidden):
+        logits = hidden @ head
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    torch.compiler.reset()
+    compiled = torch.compile(logits_of, fullgraph=True, backend="aot_eager")
+    grads = []
+    for in_place in (False, True):
+        logp = hpo.token_logprobs(compiled(hidden), targets, inplace_gradient=in_place).logp.sum()
+        grads.append(torch.autograd.grad(logp, hidden)[0])
+    assert torch.equal(*grads)
+
+
 # -------------------------------------------------------------------------------------------------------------- batches
 
 LENGTHS = [4, 0, 1, 5]

@@ -16,7 +16,7 @@ from .logprobs import TokenLogprobs, counted_targets
 from .ops.linear_logprobs import LinearRows
 from .reference.linear_logprobs import linear_token_logprobs as definition
 from .specs import LogitRows
-from .support import check_targets, checked_temperature, logit_types
+from .support import check_targets, checked_temperature, is_held, logit_types
 from .vocabulary_parallel import Sizes, all_rows, check_shards, recognises_shards, shards
 
 # Rows and columns of a block of logits by device: 16 MiB on the CPU, where the last-level cache holds the block and its
@@ -93,15 +93,23 @@ def linear_token_logprobs(
     for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
         check(number is None or 0 < number < math.inf, "{}: expected a finite number above 0, got {}", name, number)
     targets, places = counted_targets(targets, batch, ignore_index)
-    temperature = checked_temperature(temperature, targets, ignore_index, exact=reference)
-    targets = places.at_logits(targets)
+    temperature = checked_temperature(temperature, targets, ignore_index, reference)
     # softmax(s x / t) = softmax(x / (t / s)), and a cap of c on s x is one of c / s on x: so the scale s costs nothing.
+    if logit_scale != 1.0:
+        scaled = temperature / logit_scale
+        temperature = checked_temperature(scaled, targets, ignore_index, reference, "temperature / logit_scale")
+    capped = None if softcap is None else softcap / logit_scale
+    check(
+        capped is None or is_held(capped),
+        "softcap / logit_scale: expected a number above 0 that float32 holds, got {}; None is no cap",
+        capped,
+    )
+    targets = places.at_logits(targets)
     each, number = None, 1.0
     if isinstance(temperature, torch.Tensor):
-        each = places.at_logits(temperature) / logit_scale
+        each = places.at_logits(temperature)
     else:
-        number = temperature / logit_scale
-    capped = None if softcap is None else softcap / logit_scale
+        number = temperature
     kept = 3 if entropy else 2
     vocabulary, first, sizes = weight.shape[0], 0, None
     check_shards(process_group, vocabulary_sizes)

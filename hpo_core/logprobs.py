@@ -93,8 +93,9 @@ def token_logprobs(
             that a sampler returns; -1 stands for no token, and an id that occurs twice counts once. Only these logits
             are read. The log-probability of a target outside its support is -inf.
         inplace_gradient: whether the backward writes the gradient over the logits, so that no second tensor of their
-            size exists. Autograd then raises for every other operation that has kept the logits; do not read them
-            after the backward.
+            size exists. Autograd then raises for every other eager operation that has kept the logits; do not read
+            them after the backward. Leave False where code of ``torch.compile`` returns the logits as a view of what
+            its own backward reads (``tanh(x).view(...)``): nothing raises there, and its gradient would be wrong.
         process_group: ranks that each hold consecutive columns of one vocabulary (``logits`` are this rank's) and the
             same targets. The forward makes one all-gather of ``4 T`` floats, the backward none: results are the same
             on all ranks, and their upstream gradients must be, too. Eager calls only.

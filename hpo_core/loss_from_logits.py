@@ -30,7 +30,9 @@ SECOND_DERIVATIVE = (
     "graph); use backend='reference' to differentiate twice"
 )
 
-_NONE = -(2**31)  # no label: one of -100 that the mask counts is an error in the data, which gives NaN
+# No label: one of -100 that the mask counts is an error in the data, which gives NaN. The number is not the least of 32
+# or 64 bits, because NaN becomes that as an integer.
+_NONE = -(2**62) - 1
 _PER_TOKEN = (
     *("logp", "old_logp", "mask", "ref_logp", "entropy", "score", "token_mask", "token_weight", "low", "high"),
     *("penalty_mask", "kl_weight"),
@@ -79,7 +81,8 @@ def policy_loss_from_logits(
             logits, unless ``entropy=`` is given, which a ``window`` needs.
         temperature: as in :func:`token_logprobs`.
         inplace_gradient: whether the gradient overwrites the logits, so that no second ``[T, V]`` tensor exists. The
-            logits must not be a leaf that requires grad, nor be read or written after this call.
+            logits must not be a leaf that requires grad, nor be read or written after this call, nor be a view that
+            code of ``torch.compile`` returns of what its own backward reads, as in :func:`token_logprobs`.
 
     Traps: the gradient stands in the dtype of the logits before the incoming one multiplies it. In float16 it loses
     what a loss scaler is there to keep: call the two functions, which multiply first.

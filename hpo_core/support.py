@@ -25,9 +25,14 @@ from .ops import is_traced
 from .ops.library import OPERATORS, check_operand, define, register
 from .specs import LOGITS
 
-_LEAST = torch.finfo(torch.float32).tiny
+_OF_FLOAT32 = torch.finfo(torch.float32)
 _CHUNK = 2**22  # logits that are processed together
 _FEW = 1024  # greatest logits of a row that are tried first: most supports lie among them
+
+
+def is_held(number: Any) -> Any:
+    """Whether this is a number above 0 with all digits of float32; elementwise of a tensor."""
+    return (number >= _OF_FLOAT32.tiny) & (number <= _OF_FLOAT32.max)
 
 
 class Setting(NamedTuple):
@@ -55,7 +60,8 @@ class Setting(NamedTuple):
         value = examined(name, value)
         if is_count:
             check_dtype(name, value, INTEGERS, "counts are integers")
-        check_of_rows(name, value, shape, device, whose, is_count)
+        one = f"one number for all is {name}.item(), or {name}.expand({list(shape)})" if value.dim() == 0 else ""
+        check_of_rows(name, value, shape, device, whose, is_count, one)
         return value.to(torch.int64 if is_count else torch.float64 if exact else torch.float32)
 
     def check_values(self, value: Any, unread: torch.Tensor | None = None) -> None:
@@ -73,8 +79,9 @@ class Setting(NamedTuple):
 _TEMPERATURE = Setting(
     "temperature",
     Real,
-    lambda number: (number >= _LEAST) & (number < math.inf),
-    "finite numbers above 0, got {}; the limit at 0 is greedy decoding, whose log-probabilities are 0 or -inf",
+    is_held,
+    "finite numbers above 0 that float32 holds, got {}; the limit at 0 is greedy decoding, whose log-probabilities are "
+    "0 or -inf",
 )
 _TOP_K = Setting(
     "top_k", Integral, lambda k: k >= -1, "counts of tokens, where 0 and -1 are all of them, got {}", lambda k: k <= 0
@@ -117,12 +124,18 @@ def check_targets(targets: torch.Tensor, rows: torch.Tensor, whose: str) -> None
 
 
 def check_of_rows(
-    name: str, tensor: torch.Tensor, shape: Sequence[int], device: torch.device, whose: str, integers: bool = False
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int],
+    device: torch.device,
+    whose: str,
+    integers: bool = False,
+    fix: str = "",
 ) -> None:
     """Check that the tensor has one number for each row, and is a constant of the differentiation."""
     if not integers:
         check_floating(name, tensor)
-    check_shape(name, tensor, shape, f"[...] (that of {whose})")
+    check_shape(name, tensor, shape, f"[...] (that of {whose})", fix)
     check_device(name, tensor, device, whose)
     check(
         not tensor.requires_grad and not has_tangent(tensor),

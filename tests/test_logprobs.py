@@ -11,6 +11,7 @@ from adversarial import ADVERSARIAL, integers, normal, upstreams
 from breadth import at_length, crossed, few, number  # noqa: F401 (the first is a fixture)
 from conftest import NATIVE
 from devices import Device, NoHostData, OnDevice
+from torch._dynamo import testing as dynamo
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -314,9 +315,13 @@ def test_a_temperature_near_0(temperature, backend):
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, 1e-40, 0, -2])
 def test_a_temperature_is_a_number_above_0(wrong):
     logits, targets = normal(2, 5), torch.tensor([0, IGNORED])
-    with pytest.raises(ValueError, match=r"temperature: expected finite numbers above 0, got .*greedy"):
+    with pytest.raises(
+        ValueError, match=r"temperature: expected finite numbers above 0 that float32 holds, got .*greedy"
+    ):
         hpo.token_logprobs(logits, targets, wrong)
-    with pytest.raises(ValueError, match=r"temperature: expected finite numbers above 0, got .*greedy"):
+    with pytest.raises(
+        ValueError, match=r"temperature: expected finite numbers above 0 that float32 holds, got .*greedy"
+    ):
         hpo.token_logprobs(logits, targets, torch.tensor([wrong, 1.0]))
     allowed = hpo.token_logprobs(logits, targets, torch.tensor([1.0, wrong]))  # of an ignored row nothing is read
     assert torch.equal(allowed.logp, hpo.token_logprobs(logits, targets).logp)
@@ -666,6 +671,37 @@ def test_derivatives_that_are_not_supported():
         torch.autograd.grad(logp, logits, torch.ones(2, 3), is_grads_batched=True)
 
 
+@pytest.mark.parametrize("function", [hpo.token_logprobs, hpo.token_statistics, hpo.linear_token_logprobs])
+def test_transforms_that_are_not_supported(function):
+    name = "linear_token_logprobs" if function is hpo.linear_token_logprobs else "token_logprobs"
+    given = (normal(7, 9),) if function is hpo.linear_token_logprobs else ()
+    rows, targets = normal(3, 9), integers(7, 3)
+
+    def loss(rows):
+        return function(rows, *given, targets).logp.sum()
+
+    with pytest.raises(RuntimeError, match=rf"{name}: torch\.func\.vmap is not supported; pass .* as they are"):
+        torch.vmap(lambda row, target: function(row, *given, target).logp)(rows, targets)
+    for transform in (torch.func.hessian, torch.func.jacfwd):
+        with pytest.raises(RuntimeError, match=f"{name}: forward-mode derivatives .* are not supported"):
+            transform(loss)(rows)
+    with pytest.raises(RuntimeError, match=f"{name}: forward-mode derivatives .* are not supported"):
+        torch.func.jvp(torch.func.grad(loss), (rows,), (rows,))
+    with pytest.raises(RuntimeError, match=rf"{name}: vmap of its backward .*torch\.func\.jacrev"):
+        torch.func.jacrev(loss)(rows)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{name}: torch.func transforms .* inside torch.compile"):
+        torch.compile(torch.func.grad(loss), fullgraph=True, backend="eager")(rows)
+
+
+def test_constants_in_a_compiled_transform():
+    logits, targets = normal(3, 9), integers(9, 3)
+    logp = hpo.token_logprobs(logits, targets).logp
+    torch.compiler.reset()
+    weighted = torch.func.grad(lambda weight: (weight * hpo.token_logprobs(logits, targets).logp).sum())
+    assert torch.equal(torch.compile(weighted, fullgraph=True, backend="eager")(torch.ones(3)), logp)
+
+
 @both
 def test_functional_gradients(backend):
     logits, targets = normal(3, 9), integers(9, 3)
@@ -709,6 +745,19 @@ def test_compiled_without_a_break(backend):
         assert torch.allclose(one.grad, other.grad, 1e-6, 1e-7)
 
 
+def test_temperatures_of_targets_are_run_time_values_of_a_compiled_graph():
+    targets, logits = integers(9, 3), normal(3, 9)
+    torch.compiler.reset()
+    counter = dynamo.CompileCounter()
+    run = lambda each: hpo.token_logprobs(logits, targets, each, entropy_temperature=each + 1)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, backend=counter)
+    for temperature in (0.5, 0.7, 0.9):
+        each = torch.full((3,), temperature)
+        for got, expected in zip(compiled(each), run(each), strict=True):
+            assert torch.equal(got, expected)
+    assert counter.frame_count == 1
+
+
 def test_nothing_is_read_by_the_host():
     """Tensors that hold no numbers take the whole path."""
     make = Device()
@@ -740,7 +789,11 @@ def test_nothing_is_read_by_the_host():
         ({"targets": torch.zeros(2, dtype=torch.int64, device="meta")}, ValueError, "targets: expected"),
         ({"temperature": torch.ones(3)}, ValueError, "temperature: expected shape"),
         ({"temperature": torch.ones(2, requires_grad=True)}, ValueError, "temperature: it is a constant"),
+        ({"temperature": torch.tensor(0.7)}, ValueError,
+         r"temperature: .* = \[2\], got \[\]; one number for all is temperature.item\(\), or .*expand\(\[2\]\)"),
+        ({"temperature": 1e39}, ValueError, r"temperature: expected finite numbers above 0 that .*, got 1e\+39"),
         ({"ignore_index": 0.5}, TypeError, "ignore_index: expected an integer, got 0.5"),
+        ({"ignore_index": 2**63}, ValueError, "ignore_index: expected an integer that 64 bits hold, .* got 92233"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(wrong, error, message):

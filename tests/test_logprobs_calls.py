@@ -212,6 +212,12 @@ def test_without_a_gradient_nothing_is_written():
     found = hpo.token_logprobs(logits, targets, inplace_gradient=True)
     with torch.no_grad():
         hpo.token_logprobs(hidden @ head, targets, inplace_gradient=True, backend="reference")
+    with Watched():
+        hpo.token_logprobs(logits, targets, inplace_gradient=True)
+    call = lambda: torch.func.grad(  # noqa: E731
+        lambda x: (x * hpo.token_logprobs(logits, targets, inplace_gradient=True).logp).sum()
+    )(torch.ones(len(targets)))
+    assert torch.equal(call(), expected.logp)
     assert torch.equal(found.logp, expected.logp) and torch.equal(logits, before)
 
 
@@ -261,6 +267,24 @@ def test_a_compiled_backward_is_not_in_place():
     run = lambda x: hpo.token_logprobs(x * 1, targets, inplace_gradient=True).logp.sum()  # noqa: E731
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"inplace_gradient: expected an eager backward"):
         torch.compile(run, fullgraph=True, backend="aot_eager")(normal(6, 60).requires_grad_())
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_logits_of_compiled_code_are_written_over(softcap):
+    """Nothing of a linear head and a softcap reads its result."""
+    hidden, head, targets = model()
+
+    def logits_of(hidden):
+        logits = hidden @ head
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    torch.compiler.reset()
+    compiled = torch.compile(logits_of, fullgraph=True, backend="aot_eager")
+    grads = []
+    for in_place in (False, True):
+        logp = hpo.token_logprobs(compiled(hidden), targets, inplace_gradient=in_place).logp.sum()
+        grads.append(torch.autograd.grad(logp, hidden)[0])
+    assert torch.equal(*grads)
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
@@ -408,7 +432,7 @@ def test_nothing_is_read_by_the_host():
          r"targets: expected shape \[T\] \(one per token of the batch\) = \[12\], got \[11\]"),
         ({"logits": torch.zeros(1, 12, 5), "targets": torch.zeros(1, 12, dtype=torch.int64)}, ValueError,
          r"targets: expected shape \[T\] .*; a pack in a model's form \[1, T, ...\] is the first of each"),
-        ({"entropy_temperature": 0.0}, ValueError, "entropy_temperature: expected finite numbers above 0, got 0.0"),
+        ({"entropy_temperature": 0.0}, ValueError, "entropy_temperature: expected finite numbers .* got 0.0"),
         ({"entropy_temperature": 1.0, "entropy": False}, ValueError, "entropy_temperature: expected None without an"),
         ({"entropy_temperature": torch.ones(3)}, ValueError, "entropy_temperature: expected shape"),
     ],

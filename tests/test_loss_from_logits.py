@@ -278,13 +278,15 @@ def test_logits_that_are_not_finite(inplace, backend):
 
 
 def test_a_target_outside_the_vocabulary_is_no_token(backend):
-    """Neither is -100, which labels have at what the loss leaves out, where the mask counts it."""
+    """Neither is -100, which labels have at what the loss leaves out, where the mask counts it, nor the least number of
+    32 or 64 bits, which NaN becomes as an integer."""
     logits, targets, *given = data()
     counted = given[-1].mask.nonzero().flatten()[:3]
     found = []
-    for target in (-100, -1, V):
-        leaf = logits.clone().requires_grad_()
-        out = hpo.policy_loss_from_logits(leaf, targets.index_fill(0, counted, target), *given, backend=backend)
+    for target in (-100, -1, V, -(2**31), -(2**63)):
+        leaf, tokens = logits.clone().requires_grad_(), targets.index_fill(0, counted, target)
+        tokens = tokens.int() if target == -(2**31) else tokens
+        out = hpo.policy_loss_from_logits(leaf, tokens, *given, backend=backend)
         out.loss.backward()
         assert out.metrics["nan_tokens"] == 3 and out.logp[counted].isnan().all()
         found.append((out.loss.detach(), leaf.grad))
@@ -429,6 +431,8 @@ def test_other_derivatives_are_refused_by_name(inplace):
         (gates.fiberpo(), {}, ValueError, "gate: expected one on tokens alone, got 'fiberpo'"),
         (gates.opsm(0.1), {}, ValueError, "gate: expected one on tokens alone"),
         (None, {"report": ("tokens",)}, ValueError, "report, process_group: .* call token_logprobs and policy_loss"),
+        (None, {"report": ("tokens",), "backend": "reference"}, ValueError, "report, process_group: .*neither"),
+        (None, {"process_group": object(), "backend": "reference"}, ValueError, "report, process_group: .*neither"),
         (None, {"inplace_gradient": True}, ValueError, "inplace_gradient: expected logits that a model has computed"),
         (None, {"temperature": 0.0}, ValueError, "temperature: expected"),
     ],

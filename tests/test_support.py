@@ -260,7 +260,7 @@ def test_nothing_is_read_by_the_host():
         ({"top_p": torch.tensor([0.5, 0.0])}, ValueError, r"top_p: expected numbers above 0 .* got \[0.0\]"),
         ({"min_p": -0.1}, ValueError, "min_p: expected numbers from 0, which is off, to 1, got -0.1"),
         ({"min_p": torch.ones(3)}, ValueError, r"min_p: expected shape \[...\] \(that of rows of logits\)"),
-        ({"temperature": 0.0}, ValueError, "temperature: expected finite numbers above 0, got 0.0; .*greedy"),
+        ({"temperature": 0.0}, ValueError, "temperature: expected finite numbers above 0 that .*, got 0.0; .*greedy"),
         ({"temperature": None}, TypeError, "temperature: expected a number or a tensor"),
         ({"logits": torch.zeros(2, 0)}, ValueError, "logits: expected a vocabulary of at least one token"),
     ],

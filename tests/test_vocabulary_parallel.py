@@ -251,6 +251,12 @@ def compute(rank):
     found["together"] = with_gradients(lambda x: together(x, targets, **over), [logits[:, mine]], a, b)
     found["in place"] = in_place(logits[:, mine], targets, a, b, **over)
 
+    def loss(x, **options):
+        logp, entropy = hpo.token_logprobs(x, targets, 0.7, **over, **options)
+        return (a * logp + b * entropy).sum()
+
+    found["functional"] = torch.func.grad(loss)(logits[:, mine])
+
     hidden, weight, *_ = head()
     rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)  # sequence or context parallel
     found["rows"] = hpo.token_logprobs(logits[rows], targets[rows])
@@ -288,6 +294,10 @@ def compute(rank):
             logits[:, mine], targets, **{**over, "vocabulary_sizes": [44] * 9}
         ),
     }
+    wrong["written over in a transform"] = lambda: torch.func.grad(
+        lambda x: loss(x * 1, inplace_gradient=True)
+    )(logits[:, mine])  # fmt: skip
+    wrong["vmap"] = lambda: torch.vmap(lambda x, y: hpo.token_logprobs(x, y, **over).logp)(logits[:, mine], targets)
     for name, run in wrong.items():
         found["error", name] = message_of(run)
     return found
@@ -296,7 +306,7 @@ def compute(rank):
 def message_of(run):
     try:
         run()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
@@ -373,6 +383,8 @@ def test_what_goes_with_ranks(found, world):
             to_two_units(got, true)
     to_two_units(torch.cat([rank["together"][2] for rank in found[world]], 1), whole[2])
     to_two_units(torch.cat([rank["in place"] for rank in found[world]], 1), in_place(logits, targets, a, b))
+    for rank in found[world]:
+        assert torch.equal(rank["functional"].nan_to_num(7.0), rank["logits", torch.float32][2].nan_to_num(7.0))
 
 
 @WORLDS
@@ -451,6 +463,8 @@ ERRORS = {
     "own size": r"vocabulary_sizes: expected the columns of every rank, \[.*\], at least one, got \[9",
     "nothing": r"vocabulary_sizes: expected the columns of every rank, \[0.*\], at least one, got \[0",
     "number of sizes": "vocabulary_sizes: expected the columns of each of",
+    "written over in a transform": "inplace_gradient: expected an eager backward, got a transform of torch.func",
+    "vmap": "hpo_core.token_logprobs: torch.func.vmap is not supported; pass logits",
 }
 
 

@@ -30,23 +30,21 @@ from ..specs import (
 from .library import (
     LIBRARY,
     OPERATORS,
+    TRANSFORM_IN_COMPILED,
+    VMAP,
     check_native,
     check_offsets,
     check_operand,
     define,
     is_batched,
     is_traced,
+    raising,
     register,
 )
 
 SECOND_DERIVATIVE = (
     "hpo_core.policy_loss: second derivatives are not supported (the backward holds dL/dlogp, not a graph); "
     "use backend='reference' to differentiate twice"
-)
-VMAP = "hpo_core.policy_loss: torch.func.vmap is not supported; call the loss once for each batch"
-TRANSFORM_IN_COMPILED = (
-    "hpo_core.policy_loss: torch.func transforms of this loss inside torch.compile are not supported; take the "
-    "transform out of the compiled function, or call policy_loss_and_grad there"
 )
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # loss, metrics, grad, loss_t
@@ -74,7 +72,8 @@ def policy_loss(
             loss, _ = _apply(logp, (loss, grad), backend)
     elif torch._C._are_functorch_transforms_active():
         if torch.compiler.is_compiling():
-            raise RuntimeError(TRANSFORM_IN_COMPILED)
+            fix = ", or call policy_loss_and_grad there"
+            raise RuntimeError(TRANSFORM_IN_COMPILED.format("policy_loss") + fix)
         call = _Call(spec, backend, want_tokens)
         loss, _ = _apply_in_transform(logp, inputs, call)
         metrics, tokens = call.metrics, call.tokens
@@ -157,13 +156,8 @@ class _PolicyLossInTransform(torch.autograd.Function):
     def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
         return _scaled(ctx, loss_gradient, grad_gradient), None, None
 
-    @staticmethod
-    def jvp(*_: Any) -> Any:
-        raise no_forward_mode("policy_loss")
-
-    @staticmethod
-    def vmap(*_: Any) -> Any:
-        raise RuntimeError(VMAP)
+    jvp = raising(no_forward_mode, "policy_loss")
+    vmap = raising(RuntimeError, VMAP.format("policy_loss", "call the loss once for each batch"))
 
 
 def _remember(ctx: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..backends import is_reference, resolve
-from ..checks import check, check_device, check_dtype, check_shape, examined
+from ..checks import check, check_device, check_dtype, check_shape, examined, no_forward_mode
 
 LIBRARY: Any = torch.library.Library("hpo_core", "DEF")  # type: ignore[no-untyped-call]
 OPERATORS = torch.ops.hpo_core
@@ -24,7 +24,15 @@ define = LIBRARY.define
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # By autograd.grad(is_grads_batched=True), which is no transform of torch.func.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
-_BATCHED = "{}: vmap of its backward is not supported; leave is_grads_batched=False and take one gradient after another"
+_BATCHED = (
+    "{}: vmap of its backward is not supported (torch.func.jacrev is one); leave is_grads_batched=False and take one "
+    "gradient after another"
+)
+VMAP = "hpo_core.{}: torch.func.vmap is not supported; {}"
+TRANSFORM_IN_COMPILED = (
+    "hpo_core.{}: torch.func transforms of this function inside torch.compile are not supported; take the transform "
+    "out of the compiled function"
+)
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -38,14 +46,31 @@ def is_traced(tensor: torch.Tensor) -> bool:
     )
 
 
+def refuse_transform_in_compiled(function: str, *tensors: torch.Tensor) -> None:
+    """Raise ``RuntimeError`` in compiled code where a transform of torch.func differentiates one of the tensors."""
+    # Of the arguments of a transform Dynamo does not know that they require a gradient, of their views it does.
+    if torch.is_grad_enabled() and any(each.view_as(each).requires_grad for each in tensors):
+        raise RuntimeError(TRANSFORM_IN_COMPILED.format(function))
+
+
+def raising(error: Callable[..., Exception], *arguments: str) -> Any:
+    """A static method of a node of autograd that raises this error: ``jvp`` or ``vmap`` of a node without them."""
+
+    def run(*_: Any) -> Any:
+        raise error(*arguments)
+
+    return staticmethod(run)
+
+
 def not_differentiable(function: Callable[..., Any], message: str) -> Any:
     """The function of tensors as a node of autograd, which says so where its result is differentiated."""
+    name = message.partition(":")[0]
 
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(*arguments: Any) -> Any:
             if any(is_batched(each) for each in arguments if isinstance(each, torch.Tensor)):
-                raise RuntimeError(_BATCHED.format(message.partition(":")[0]))
+                raise RuntimeError(_BATCHED.format(name))
             return function(*arguments)
 
         @staticmethod
@@ -55,6 +80,9 @@ def not_differentiable(function: Callable[..., Any], message: str) -> Any:
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:
             raise RuntimeError(message)
+
+        jvp = raising(no_forward_mode, name.removeprefix("hpo_core."))
+        vmap = raising(RuntimeError, _BATCHED.format(name))
 
     return Node.apply
 

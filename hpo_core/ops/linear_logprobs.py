@@ -15,9 +15,21 @@ import torch
 import torch.distributed
 
 from ..backends import resolve
-from ..checks import check, check_dtype, refuse_tangent
+from ..checks import check, check_dtype, no_forward_mode, refuse_tangent
 from ..specs import LOGITS, LogitRows
-from .library import LIBRARY, OPERATORS, check_native, check_operand, define, is_traced, not_differentiable, register
+from .library import (
+    LIBRARY,
+    OPERATORS,
+    VMAP,
+    check_native,
+    check_operand,
+    define,
+    is_traced,
+    not_differentiable,
+    raising,
+    refuse_transform_in_compiled,
+    register,
+)
 from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, merged, shared
 
 SECOND_DERIVATIVE = (
@@ -64,7 +76,10 @@ def linear_token_logprobs(
     differentiable = [each for each in given[:3] if each is not None]
     for each in differentiable:
         refuse_tangent("linear_token_logprobs", each)
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+    is_transformed = torch._C._are_functorch_transforms_active()
+    if is_transformed and torch.compiler.is_compiling():
+        refuse_transform_in_compiled("linear_token_logprobs", *differentiable)
+    if is_transformed and not torch.compiler.is_compiling():
         logp, entropy, _ = _apply(*arguments)
     elif group is None and any(is_traced(each) for each in differentiable):
         logp, entropy, _ = OPERATORS.linear_token_logprobs(*given, backend or "", kept)
@@ -337,6 +352,9 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
         return _gradient(ctx, logp_gradient, entropy_gradient, _apply_backward)
+
+    jvp = raising(no_forward_mode, "linear_token_logprobs")
+    vmap = raising(RuntimeError, VMAP.format("linear_token_logprobs", "pass hidden [..., D] and targets as they are"))
 
 
 _apply: Any = _LinearLogprobs.apply

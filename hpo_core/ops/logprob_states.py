@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
-from ..checks import check, refuse_tangent
+from ..checks import check, no_forward_mode, refuse_tangent
 from ..specs import LogitRows
-from .logprobs import gradient, readable, save, token_logprobs
+from .library import VMAP, raising
+from .logprobs import IN_PLACE, gradient, readable, save, token_logprobs
 
 
 class LogprobState(NamedTuple):
@@ -147,8 +148,10 @@ def over_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """:func:`~hpo_core.ops.token_logprobs` of columns that the ranks share; the results are the same on all ranks."""
     refuse_tangent("token_logprobs", rows.logits)
+    if in_place and torch._C._are_functorch_transforms_active():
+        check(not (rows.logits.requires_grad and torch.is_grad_enabled()), IN_PLACE, "a transform of torch.func")
     results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
-    results = _OverRanks.apply(*readable(rows), kept, backend or "", group, sizes, in_place)  # type: ignore[no-untyped-call]
+    results = _OverRanks.apply(*readable(rows), backend or "", kept, in_place, group, sizes)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -156,14 +159,16 @@ class _OverRanks(torch.autograd.Function):
     """Keeps this rank's logits and the statistics of whole rows, so that the backward communicates nothing."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
-        *given, kept, backend, group, sizes, in_place = arguments
+    def forward(*arguments: Any) -> Any:
+        *given, backend, kept, _, group, sizes = arguments
         rows = LogitRows(*given)
         inverse = inverse_of(rows.temperature, rows.temperatures)
         states = shared(part(rows, kept, backend or None), rows.logits.shape[-1], group, sizes)
-        outputs = finished(folded(states, inverse), inverse, rows.targets == rows.ignore_index)
-        save(ctx, (*given, backend, kept, in_place), outputs)
-        return outputs
+        return finished(folded(states, inverse), inverse, rows.targets == rows.ignore_index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        save(ctx, inputs[:-2], output)
 
     @staticmethod
     def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
@@ -171,3 +176,6 @@ class _OverRanks(torch.autograd.Function):
         if logits.shape[-1] == 0:
             return torch.zeros_like(logits), *(None,) * (len(ctx.needs_input_grad) - 1)
         return gradient(ctx, logp_gradient, entropy_gradient)
+
+    jvp = raising(no_forward_mode, "token_logprobs")
+    vmap = raising(RuntimeError, VMAP.format("token_logprobs", "pass logits [..., V] and targets [...] as they are"))

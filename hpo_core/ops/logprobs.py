@@ -7,9 +7,21 @@ from typing import Any
 import torch
 
 from ..backends import resolve
-from ..checks import check, check_dtype, refuse_tangent
+from ..checks import check, check_dtype, no_forward_mode, refuse_tangent
 from ..specs import LOGITS, LogitRows
-from .library import LIBRARY, OPERATORS, check_native, check_operand, define, is_traced, not_differentiable, register
+from .library import (
+    LIBRARY,
+    OPERATORS,
+    VMAP,
+    check_native,
+    check_operand,
+    define,
+    is_traced,
+    not_differentiable,
+    raising,
+    refuse_transform_in_compiled,
+    register,
+)
 
 SECOND_DERIVATIVE = (
     "hpo_core.token_logprobs: second derivatives are not supported (the backward keeps three numbers a row, not a "
@@ -28,15 +40,19 @@ def token_logprobs(
     logits = rows.logits
     outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
     refuse_tangent("token_logprobs", logits)
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
-        check(not in_place, IN_PLACE, "a transform of torch.func")
-        outputs = _apply(*rows, backend or "", kept, in_place)
-        return outputs
+    is_differentiated = logits.requires_grad and torch.is_grad_enabled()
+    in_place = in_place and is_differentiated
+    if torch._C._are_functorch_transforms_active():
+        if not torch.compiler.is_compiling():
+            check(not in_place, IN_PLACE, "a transform of torch.func")
+            outputs = _apply(*rows, backend or "", kept, in_place)
+            return outputs
+        refuse_transform_in_compiled("token_logprobs", logits)
     if is_traced(logits):
         check(not in_place, IN_PLACE, "a graph that is traced")
         logp, entropy, statistics = OPERATORS.token_logprobs(*rows, backend or "", kept)
         return logp, entropy if kept > 2 else None, statistics
-    if logits.requires_grad and torch.is_grad_enabled():
+    if is_differentiated:
         outputs = _apply(*rows, backend or "", kept, in_place)
         return outputs
     return _forward(*rows, backend or "", kept)
@@ -126,6 +142,9 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
         return gradient(ctx, logp_gradient, entropy_gradient)
+
+    jvp = raising(no_forward_mode, "token_logprobs")
+    vmap = raising(RuntimeError, VMAP.format("token_logprobs", "pass logits [..., V] and targets [...] as they are"))
 
 
 _apply: Any = _TokenLogprobs.apply

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from valid_calls import calls
 
 import hpo_core as hpo
 from hpo_core import __main__ as program
@@ -67,6 +68,21 @@ def test_every_backend_is_listed_with_a_reason_or_a_description():
 
 def test_a_requested_backend_is_used(backend):
     assert loss(backend, testing.device_of(backend)) == -1
+
+
+def test_a_call_that_names_a_backend_runs_on_no_other(monkeypatch):
+    """But for what a batch counts once for all calls: the valid tokens of its rows, and where these begin and end."""
+    own, named = backends._resolve, [call for call in calls() if call.takes_backend() and not call.is_of_testing()]
+
+    def resolve(op, device, backend):
+        found = own(op, device, backend)
+        return found if backend else SimpleNamespace(row_counts=found.row_counts, row_spans=found.row_spans)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backends, "_resolve", resolve)
+        for call in named:
+            call.run({**call.arguments, "backend": "cpu"})
+    assert len(named) > 150
 
 
 @pytest.mark.parametrize("name", ["gpu", "CPU", "pallas"])

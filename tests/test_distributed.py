@@ -84,7 +84,7 @@ def compute(rank):
     averaged = found["token_mean", "mean"]
     found["penalised"] = penalised(local, local_tokens, mine, step, averaged).all_reduce(world).compute()
     for gate in SINGLE_CALLS:
-        found["single call", gate.name] = single_call(local, local_tokens, mine, step, weights[mine], gate, world)
+        found["single call", gate] = single_call(local, local_tokens, mine, step, weights[mine], gate, world)
     nobody = hpo.PackedBatch(local.cu_seqlens, torch.zeros_like(local.mask))
     found["fit one rank"] = WINDOWS["token"].fit(
         step.entropy[local_tokens], local if rank else nobody, process_group=world
@@ -101,7 +101,7 @@ def penalised(batch, tokens, rows, step, weights):
     return hpo.policy_loss(logp, old_logp, step.advantages[rows], batch, weights=weights, **options).metrics
 
 
-SINGLE_CALLS = (OF_GROUPS, hpo.gates.dapo())  # a gate that spans ranks, and one that does not
+SINGLE_CALLS = (OF_GROUPS, hpo.gates.dapo(), None)  # a gate that spans ranks, one that does not, and the default
 
 
 def single_call(batch, tokens, rows, step, weights, gate, group=None):
@@ -172,7 +172,7 @@ def test_metrics_under_averaged_gradients(ranks, step):
 def test_the_single_call_fits_over_the_ranks(ranks, step, gate):
     weights = aggregation.token_mean(step.batch)
     whole = single_call(step.batch, torch.arange(len(step.logp)), range(len(LENGTHS)), step, weights, gate)
-    assert torch.equal(torch.cat([found["single call", gate.name] for found in ranks]), whole)
+    assert torch.equal(torch.cat([found["single call", gate] for found in ranks]), whole)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -185,6 +185,15 @@ def test_metrics_of_all_ranks(ranks, step, gate):
     assert torch.equal(folded.vector, one)
     for extremum in ("log_ratio_min", "log_ratio_max", "tokens", "rows", "selected"):
         assert hpo.Metrics(one)[extremum] == whole.metrics[extremum]
+
+
+def test_a_tensor_that_is_still_gathered_has_a_gradient_of_its_own():
+    """The tensor behind it has none."""
+    from torch.distributed import _functional_collectives as collectives
+
+    logp = collectives.AsyncCollectiveTensor(torch.tensor([-0.5, -0.25])).requires_grad_()
+    hpo.policy_loss(logp, None, torch.ones(1), hpo.PackedBatch.from_lengths([2])).loss.backward()
+    assert (logp.grad + 0).tolist() == [-0.5, -0.5]
 
 
 @pytest.mark.parametrize("mode", MODES)

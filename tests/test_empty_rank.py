@@ -145,10 +145,17 @@ def flagged(rank):
     hpo.metrics._DEBUG = True
     batch, logp, _ = given(0, 0)
     values = torch.tensor([1.0, torch.nan if rank == 0 else 0.0])
-    with pytest.raises(FloatingPointError, match="bad_advantages = 2") as raised:
-        hpo.policy_loss(logp, None, values, batch, GATE, weights=torch.ones(2), process_group=dist.group.WORLD)
-    dist.all_reduce(torch.ones(1))  # nobody is left behind
-    return str(raised.value)
+    options, said = {"gate": GATE, "weights": torch.ones(2), "process_group": dist.group.WORLD}, []
+    for call in (
+        hpo.policy_loss,
+        hpo.policy_loss_and_grad,
+        functools.partial(hpo.hierarchical_policy_loss, advantage=lambda rewards: rewards),
+    ):
+        with pytest.raises(FloatingPointError, match="bad_advantages = 2") as raised:
+            call(logp, None, values, batch, **options)
+        dist.all_reduce(torch.ones(1))  # nobody is left behind
+        said.append(str(raised.value))
+    return said
 
 
 def flagged_in_the_single_call(rank):

@@ -101,6 +101,13 @@ def test_steer_of_the_source():
     assert E.steer_linear(torch.ones(3), ONE_ROW).weight.tolist() == pytest.approx([1.2] * 3)
 
 
+def test_the_change_of_an_entropy_is_finite_and_of_a_sure_token_0():
+    """A log-ratio of 999 saturates at 60; a probability that rounding has lifted above 1 is 1."""
+    logp, old_logp, entropy = torch.tensor([-0.5, 1e-6]), torch.tensor([-999.5, 0.0]), torch.tensor([0.75, 0.5])
+    far, sure = E.entropy_change(logp, old_logp, entropy, torch.ones(1), hpo.PackedBatch.from_lengths([2])).tolist()
+    assert far == pytest.approx(math.exp(60) * (1 - math.exp(-0.5)) * 0.25) and sure == 0
+
+
 # --------------------------------------------------------------------------------------------------------- plain loops
 
 
@@ -291,6 +298,18 @@ ERRORS = [
     (lambda: E.fit_scopes(H7, H7.long(), scopes=0), ValueError, "scopes: expected a count of at least 1, got 0"),
     (lambda: E.ares_penalty(E.AresPenalty.start(7), H7, least=1e3), ValueError, "least: expected a coefficient <= 100"),
     (lambda: E.target_temperature(H7[0], low=-1, high=1), ValueError, "low: expected a temperature above 0, got -1"),
+    (lambda: E.target_temperature(H7[0], low=0, high=1), ValueError, "low: expected a temperature above 0, got 0"),
+    (
+        lambda: E.target_temperature(H7[0], low=1, high=math.inf),
+        ValueError,
+        "high: expected a temperature above 0, got",
+    ),
+    (
+        lambda: E.skywork_coefficient(H7[0], H7[0], delta=-0.001),
+        ValueError,
+        "delta: expected a number >= 0, got -0.001",
+    ),
+    (lambda: E.trl_coefficient(H7[0], H7[0], most=-1.0), ValueError, "most: expected a number >= 0, got -1.0"),
     (lambda: E.fit_pivot(H7, SEVEN, "80%"), TypeError, "quantile: expected a number, .*; write 0.8"),
 ]
 

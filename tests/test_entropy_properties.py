@@ -218,6 +218,18 @@ OF_SIGNALS = [
 ]
 
 
+@pytest.mark.parametrize("offsets", [[0, -3, 20, 11], [0, 5, 2, 2**40], [-(2**62), 3, 2**62, 5]], ids=str)
+def test_broken_offsets_are_harmless(offsets):
+    """No preset reads beyond the tensors of a batch that nobody has examined."""
+    for call in PRESETS:
+        given = call.arguments.get("batch")
+        if given is not None:
+            names = ("group_ids", "cu_steps", "trajectory_ids")
+            more = {name: getattr(given, name) for name in names}
+            broken = hpo.PackedBatch(torch.tensor(offsets), given.mask, total_tokens=TOKENS, validate=False, **more)
+            call.run({**call.arguments, "batch": broken})
+
+
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize(("call", "name"), OF_SIGNALS)
 def test_a_token_without_a_number_is_as_good_as_masked(call, name, number):

@@ -242,6 +242,18 @@ def test_ulorl(drawn):
     assert not any(got[t] for t in range(drawn.tokens) if t not in drawn.usable)
 
 
+def test_of_a_token_without_a_log_probability_ulorl_reads_no_entropy():
+    """It is as good as masked, so the mean of its row is that of the others."""
+    logp, entropy = torch.tensor([-0.001, math.nan]), torch.tensor([0.1, 0.9])
+    assert E.ulorl(logp, entropy, torch.tensor([True]), rows_of(2)).mask.tolist() == [False, False]
+
+
+def test_covariance_keeps_doubles_on_the_reference():
+    """Log-probabilities that are equal in float32 are not taken for equal."""
+    logp, own = torch.tensor([-1, -1 - 2**-40], dtype=torch.float64), torch.tensor([1.0, -1.0])
+    assert E.covariance(logp, own, rows_of(1, 1), backend="reference").tolist() == [2**-41, 2**-41]
+
+
 @on_random_batches
 def test_spans(drawn):
     chosen = drawn.draw.random(drawn.tokens) < 0.6

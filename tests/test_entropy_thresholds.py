@@ -316,6 +316,15 @@ def test_hicra_tokens(drawn):
     assert got == expected
 
 
+def test_hicra_takes_the_share_of_the_tokens_with_an_entropy(backend):
+    """Of three entropies the statistic of the largest 30 % is the largest, and above it is none; of four it is not."""
+    batch, place = PackedBatch.from_lengths([4, 1]), testing.device_of(backend)
+    for last, expected in ((math.nan, []), (0.2, [1])):
+        entropy = torch.tensor([0.1, 0.9, 0.5, last, 0.3], device=place)
+        got = E.hicra_tokens(entropy, torch.ones(2, device=place), batch.to(place), backend=backend)
+        assert got.nonzero().flatten().tolist() == expected
+
+
 @on_random_batches
 def test_d3s_tokens(drawn):
     own, kept = drawn.normal(len(drawn.rows)), drawn.draw.random(len(drawn.rows)) < 0.7

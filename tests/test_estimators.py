@@ -13,6 +13,7 @@ import pytest
 import torch
 from breadth import at_length, is_interpreted, number  # noqa: F401 (the first is a fixture)
 from estimators import CASES, COMPOSED, PATHS, Given
+from valid_calls import calls, tensors_of
 
 import hpo_core as hpo
 from hpo_core import advantages, gates, testing
@@ -509,6 +510,18 @@ def test_eps_is_finite_and_not_negative(eps):
         with pytest.raises(ValueError, match=r"^eps: expected a finite number >= 0, got"):
             estimator(eps=eps)
     assert A.mc_grpo(torch.tensor([1.0, 1, 0]), None, eps=0.0).tolist() == [0, 0, 0]
+
+
+def test_eps_reaches_the_advantages_of_every_estimator_that_takes_one():
+    several = {"rewards": torch.tensor([0.0, 1, 5, 2, 0, 7, 1, 3]), "graph_ids": torch.arange(8)}
+    found = [call for call in calls() if call.name.startswith("hpo_core.advantages") and "eps" in call.names()]
+    for call in found:
+        options = {"scaled": True} if "scaled" in call.names() else {}
+        if call.name.endswith(("spo_single_stream", "graph_grpo")):  # those of equal rewards and values are 0
+            options = {name: value for name, value in several.items() if name in call.arguments}
+        one, other = (tensors_of(call.run({**call.arguments, **options, "eps": eps})) for eps in (0.0625, 0.5))
+        assert not all(map(torch.equal, one, other)), call.name
+    assert len(found) > 30
 
 
 def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():

@@ -133,6 +133,16 @@ def test_a_gradient_has_no_graph_unless_one_is_asked_for(factor):
     assert not torch.autograd.grad(compiled(leaf) * factor, leaf)[0].requires_grad
 
 
+def test_an_upstream_gradient_is_differentiated_where_the_graph_of_the_loss_is_not_kept():
+    """A graph of the gradient alone: the result depends on the upstream, of 1, too, as on any other number."""
+    given = inputs()
+    for number in (1.0, 2.0):
+        leaf, upstream = given.leaf(), torch.tensor(number, requires_grad=True)
+        (grad,) = torch.autograd.grad(given.loss(leaf), leaf, upstream, retain_graph=False, create_graph=True)
+        (slope,) = torch.autograd.grad(grad.sum(), upstream)
+        torch.testing.assert_close(slope, gradient(given.loss, given).sum())
+
+
 def test_the_reference_without_autograd_in_inference_mode():
     """Its backward would save inputs, but autograd cannot save inference tensors."""
     given = inputs()

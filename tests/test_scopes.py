@@ -281,6 +281,16 @@ def test_every_scope_of_the_hierarchy(backend, scope):
     assert set(selected) == set().union(*expected)
 
 
+@pytest.mark.parametrize("scope", ["step", "ids"])
+def test_a_token_in_no_scope_has_no_threshold(backend, scope):
+    offsets, steps = torch.tensor([0, 2, 4]), torch.tensor([[0, 1], [2, 4]])
+    values, batch = moved(backend, torch.tensor([0.5, 0.25, 1.0, 0.75]), hpo.PackedBatch(offsets, steps=steps))
+    ids = torch.tensor([-1, 0], device=values.device)
+    scope, lacking = ("step", [1]) if scope == "step" else (ids, [0, 1])
+    found = quantiles(values, batch, "1", scope=scope, expand=True, backend=backend)
+    assert found.isnan().nonzero().flatten().tolist() == lacking and found[2:].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("level", ["step", "row", "trajectory", "group"])
 @pytest.mark.parametrize("aggregate", ["mean", "sum", "max", "min"])
 def test_segments_aggregate(backend, level, aggregate):

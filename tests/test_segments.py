@@ -223,6 +223,14 @@ def test_more_rows_than_kernels_can_number_are_refused():
         torch.ops.hpo_core.row_counts(None, offsets, 4, "")
 
 
+def test_units_of_no_chain_are_in_none_whatever_their_negative_ids():
+    ids = torch.tensor([3, -1, -7, 3, -(2**63), 5])
+    for positions in (None, torch.arange(6)):
+        order, cu_seqlens, chain = hpo.segments.chains(ids, positions)
+        assert chain.tolist() == [-1, -1, -1, 0, 0, 1] and ids[order[3:]].tolist() == [3, 3, 5]
+        assert cu_seqlens.tolist() == [3, 5, 6, 6, 6, 6, 6]
+
+
 def test_ids_of_names():
     """Ids of texts are fixed numbers, the same in every process; integers stay."""
     names = ["door closed", b"door closed", 7, numpy.int32(-1), numpy.zeros(2).tobytes()]

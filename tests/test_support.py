@@ -83,7 +83,8 @@ def test_settings_for_each_row():
 @pytest.mark.parametrize("rows", ROWS)
 def test_supports_within_and_beyond_the_greatest_logits(rows, few, monkeypatch):
     each = {"top_k": torch.tensor([3, -1, 0, 39, 50, 2]), "top_p": torch.tensor([0.5, 0.75, 1.0, 0.25, 1.0, 0.875])}
-    settings = [*SETTINGS, each, {**each, "min_p": 0.1}, {"top_k": each["top_k"]}]
+    beyond = {"top_k": torch.full((6,), 39), "top_p": 0.75}  # the share is of all 39, of which few are at hand
+    settings = [*SETTINGS, each, {**each, "min_p": 0.1}, {"top_k": each["top_k"]}, beyond]
     expected = [hpo.support_floor(ROWS[rows], 0.7, **given) for given in settings]
     monkeypatch.setattr(hpo_core.support, "_FEW", few)
     for given, floor in zip(settings, expected, strict=True):

@@ -457,8 +457,11 @@ def test_verl_agent_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch)
         of_verl_agent(batch, batch.logp, loss_agg_mode="mean")
 
 
-def test_verl_agents_actor_finds_the_loss():
+def test_verl_agents_actor_finds_the_loss(monkeypatch):
     with modules(verl__workers__actor__dp_actor={"compute_policy_loss": None}) as found:
         module = integration("verl_agent")
         module.install()
         assert found["verl.workers.actor.dp_actor"].compute_policy_loss is module.compute_policy_loss
+        monkeypatch.setenv("HPO_GATE", "hapo_clip")
+        with pytest.raises(ValueError, match="verl-agent"):  # before a model is loaded
+            module.install()

@@ -78,6 +78,10 @@ def naive(values, batch, window):
     return torch.tensor(scores)
 
 
+def test_a_window_is_the_token_itself_unless_it_says_more():
+    assert Window() == Window(0, 0) == Window(0, 0, "mean", "full", "skip") and Window(last=2) == Window.forward(3)
+
+
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_every_aggregate_is_that_of_a_loop(backend, window):
     for seed, masked in few(backend, list(enumerate(("some", "none", "row")))):
@@ -138,7 +142,9 @@ def test_windows_over_rows_longer_than_a_tile(native_backends, first, last, aggr
 def test_windows_wider_than_rows(backend):
     """Windows so wide that Triton builds them by doubling, and all cut by their rows."""
     values, batch = dyadic(Layout((150, 0, 5, 201), 3, "some", seed=2))
-    for (first, last), aggregate in zip(((0, 129), (-160, 10), (-300, 300)), ("sum", "max", "mean"), strict=True):
+    values -= 2  # extrema of both signs
+    windows = {"sum": (0, 129), "max": (-160, 10), "mean": (-300, 300), "min": (-140, -5)}
+    for aggregate, (first, last) in windows.items():
         for boundary, invalid in few(backend, [("shrink", "skip"), ("carry", "skip"), ("full", "break")], 2):
             window = Window(first, last, aggregate, boundary, invalid)
             torch.testing.assert_close(

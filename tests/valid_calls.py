@@ -68,8 +68,12 @@ class Call(NamedTuple):
         kind = self.kind_of(name)
         return "None" in kind or kind in ("", "Total")  # gathered keywords have no annotation
 
+    def names(self) -> set[str]:
+        """The names of all that it takes, given or not."""
+        return {*self.arguments, *(each.name for each in _parameters(self.function))}
+
     def takes_backend(self) -> bool:
-        return "backend" in self.arguments or any(each.name == "backend" for each in _parameters(self.function))
+        return "backend" in self.names()
 
     def run(self, arguments: dict[str, Any] | None = None) -> Any:
         arguments = self.arguments if arguments is None else arguments

@@ -219,6 +219,10 @@ def test_steps_that_are_none(broken, native_backends):
             lambda: RatioGate("g", Drop(), (Level(Identity(), aggregate=MEAN_EXP),), Head.CENSORED),
             "head: Head.CENSORED goes with one level",
         ),
+        (lambda: RatioGate("g", Drop(), (Level(gates.Excess(0.1), aggregate=Aggregate.SUM),)), "with no other head"),
+        (lambda: RatioGate("g", Drop(), (Level(gates.Gamma((1, 1), (1, 1))),)), "Gamma does not agree with the ratio"),
+        (lambda: RatioGate("g", Drop()), "Drop\\(\\) under the linear head has no gradient"),
+        (lambda: RatioGate("g", Clip(), channel=gates.Channel.DISCREPANCY), "channel: it has no gradient"),
     ],
 )  # fmt: skip
 def test_what_a_gate_refuses(make, message):

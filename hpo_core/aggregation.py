@@ -22,6 +22,7 @@ Common arguments:
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 import torch.distributed
@@ -33,7 +34,7 @@ from .checks import check, check_device, check_dtype, check_shape_of_tokens, req
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
 
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+_NUMBERS = (Real, torch.SymInt, torch.SymFloat)
 
 Total = float | torch.Tensor | None  # trainers divide counts by their accumulation steps
 
@@ -256,7 +257,7 @@ def _scale(
         is_number = isinstance(total, _NUMBERS) and not isinstance(total, bool)
         require_type(is_number, "total: expected a number or a 0-dim tensor, got {!r}", total)
         check(0 <= total < math.inf, "total: expected a count >= 0, got {}", total)
-        own = own.new_full((), total, dtype=torch.float64)
+        own = own.new_full((), float(total) if isinstance(total, Real) else total, dtype=torch.float64)
     count = own.to(torch.float64)  # float64 keeps counts beyond 2^24 tokens exact until the one division
     # A tensor is not read on the host, so an invalid count (NaN or below 0) makes the loss NaN.
     scale = torch.where(count > 0, factor / count, torch.where(count == 0, 0.0, torch.nan))

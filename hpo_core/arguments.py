@@ -147,7 +147,7 @@ def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any
     if _is_number(kind, value):
         is_held = kind != "int" or -(2**63) <= value < 2**63
         check(is_held, "{}: expected an integer that 64 bits hold, as tensors have them, got {}", name, value)
-        return _as_float(value) if kind == "float" else value
+        return _as_float(value) if kind == "float" else value if type(value) is int else int(value)
     one = "; pass one number"
     fixes = {str: "; write it without quotes", Tensor: "; use .item()", list: one, tuple: one}
     fix = next((fix for made, fix in fixes.items() if isinstance(value, made)), "")

@@ -157,11 +157,8 @@ def policy_loss_and_grad(
     >>> out.grad
     tensor([-0.5000, -0.5000])
     """
-    try:
-        prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
-    except TypeError:
-        check_options(policy_loss_and_grad, options)
-        raise
+    check_options(policy_loss_and_grad, options)
+    prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
     inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
     check(
         not wants_tokens,
@@ -223,6 +220,7 @@ def hierarchical_policy_loss(
     >>> round(out.loss.item(), 6)
     0.0
     """
+    check_options(hierarchical_policy_loss, options)
     require_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
     batch, backend, group = as_batch(batch), options.get("backend"), options.get("process_group")
     level = options.get("advantage_level")
@@ -246,11 +244,7 @@ def hierarchical_policy_loss(
         options["threshold"] = window.fit_score(score, process_group=group, backend=backend)
         if gate is None or not has_ids(batch, gate.units):
             options["process_group"] = None  # the window alone spans ranks; flags are an error on all of them
-    try:
-        prepared = prepare(logp, old_logp, advantages, batch, gate, _score=score, **options)
-    except TypeError:
-        check_options(hierarchical_policy_loss, options)
-        raise
+    prepared = prepare(logp, old_logp, advantages, batch, gate, _score=score, **options)
     return _run(prepared, group, backend)
 
 

@@ -58,16 +58,19 @@ class PolicyLossOptions(TypedDict, total=False):
     backend: str | None
 
 
+_OPTIONS = frozenset(PolicyLossOptions.__annotations__)
+
+
 def check_options(function: Callable[..., object], options: Mapping[str, object]) -> None:
     """Refuse a keyword that this public function does not take; Python would name a function inside it."""
-    unknown = options.keys() - PolicyLossOptions.__annotations__.keys()
+    unknown = [name for name in options if name not in _OPTIONS]
     if not unknown:
         return
     known = [*list(inspect.signature(function).parameters)[:-1], *PolicyLossOptions.__annotations__]
     name = min(unknown)
     close = difflib.get_close_matches(name, known, 1)
     fix = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-    raise TypeError(f"{name}: {function.__name__} has no such argument; {fix}") from None
+    raise TypeError(f"{name}: {function.__name__} has no such argument; {fix}")
 
 
 class Prepared(NamedTuple):

@@ -81,7 +81,7 @@ _TEMPERATURE = Setting(
     Real,
     is_held,
     "finite numbers above 0 that float32 holds, got {}; the limit at 0 is greedy decoding, whose log-probabilities are "
-    "0 or -inf",
+    "0 or -inf, and that at infinity the uniform distribution",
 )
 _TOP_K = Setting(
     "top_k", Integral, lambda k: k >= -1, "counts of tokens, where 0 and -1 are all of them, got {}", lambda k: k <= 0

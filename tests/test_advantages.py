@@ -329,6 +329,7 @@ def test_any_integer_is_an_id(backend, extreme):
 def test_a_number_of_any_type_is_the_same_number(backend, made):
     example = testing.random_rewards(1, 14, "normal")
     assert torch.equal(run(backend, example, eps=made(1)), run(backend, example, eps=1.0))
+    assert torch.equal(run(backend, example, ddof=np.int64(1)), run(backend, example, ddof=1))
 
 
 def test_same_bits_on_any_number_of_threads(backend):

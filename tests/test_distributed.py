@@ -245,6 +245,13 @@ def test_a_sum_in_order(size):
     for rows in (values, torch.stack((values, -values))):
         assert sum_in_order(rows.float()).tolist() == rows.sum(-1).tolist()
     assert torch.equal(running_sum(values.double()), values.cumsum(0).double())
+    drawn, threads = torch.randn(size, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    found = []
+    for count in (1, 2, 4):
+        torch.set_num_threads(count)
+        found.append(sum_in_order(drawn))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 def test_errors():

@@ -499,7 +499,8 @@ def test_errors_name_argument_expectation_value_and_fix(function, keywords, erro
     [
         ({"windw": 3}, "windw: {} has no such argument; did you mean 'window'?"),
         ({"xyz": 3}, "xyz: {} has no such argument; it takes "),
-        ({"score": torch.zeros(4)}, "score: {} has no such argument; it takes "),  # the name of what is read inside
+        ({"score": torch.zeros(4)}, "score: {} has no such argument; it takes "),
+        ({"_score": torch.zeros(4)}, "_score: {} has no such argument"),  # the name that the function inside has for it
     ],
 )
 def test_an_unknown_keyword_is_one_of_the_public_function(keywords, message):

@@ -15,7 +15,7 @@ from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integ
 import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.integrations import prompt_advantages
-from hpo_core.integrations.micro_batch import check_gate, fractions, packed_rows, padded_rows
+from hpo_core.integrations.micro_batch import check_gate, fractions, packed_rows, padded_rows, token_loss
 from hpo_core.integrations.named import named_estimator, named_gate, named_window
 from hpo_core.integrations.trl_metrics import reported
 
@@ -455,6 +455,19 @@ def test_verl_agent_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch)
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_agg_mode"):
         of_verl_agent(batch, batch.logp, loss_agg_mode="mean")
+
+
+@pytest.mark.parametrize("far", [9.0, math.inf])
+def test_a_clamped_penalty_is_that_of_the_tokens_that_the_loss_counts(far):
+    """Not of one without an old log-probability, nor of a row without a weight, nor of one in no row."""
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 4]), total_tokens=5)
+    logp, ref, old = torch.full((5,), -1.0), torch.full((5,), far), torch.tensor([-1, math.nan, -1, -1, -1])
+    out = token_loss(
+        logp.requires_grad_(), old, torch.zeros(5), batch, gates.ppo_clip(), torch.tensor([0.5, math.nan]),
+        ref_logp=ref, kl=hpo.kl.k3(0.1), clamp_k3=True,
+    )  # fmt: skip
+    out.loss.backward()
+    assert out.loss.item() == 0.5 and logp.grad.tolist() == [0.0] * 5  # of the first token, 10 x 0.1 x 0.5
 
 
 def test_verl_agents_actor_finds_the_loss(monkeypatch):

@@ -48,6 +48,8 @@ class Window:
 
     def __post_init__(self) -> None:
         check_offsets(self.first, self.last)
+        for name in ("first", "last"):  # kernels take no integer of NumPy
+            object.__setattr__(self, name, int(getattr(self, name)))
         check_choice("aggregate", self.aggregate, _AGGREGATES)
         check_choice("boundary", self.boundary, BOUNDARIES)
         check_choice("invalid", self.invalid, INVALID)

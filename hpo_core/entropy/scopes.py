@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -311,10 +312,10 @@ def _counts(k: int | torch.Tensor, scopes: int, batch: PackedBatch) -> torch.Ten
     """The number of values to select in each scope, ``[C]`` int64."""
     if isinstance(k, torch.Tensor):
         return _integers("k", k, scopes, "[C] (one per scope)", batch)
-    is_count = isinstance(k, int) and not isinstance(k, bool)
+    is_count = isinstance(k, Integral) and not isinstance(k, bool)
     require_type(is_count, "k: expected an integer or a tensor [C], got {!r}", k)
     check(k >= 0, "k: expected a count >= 0, got {}", k)
-    return torch.full((scopes,), min(k, 2**63 - 1), dtype=torch.int64, device=batch.device)
+    return torch.full((scopes,), min(int(k), 2**63 - 1), dtype=torch.int64, device=batch.device)
 
 
 def _integers(name: str, given: torch.Tensor, size: int, meaning: str, batch: PackedBatch) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 
 from ..arguments import check_member, check_number, check_numbers, is_finite
 from ..checks import check, require_type
@@ -273,6 +273,7 @@ class Correction(Short):
     channel: Channel = Channel.DISCREPANCY
     statistic: Statistic = Statistic.LOG_RATIO
     strict: bool = False
+    _spec: CorrectionSpec = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_member("action", self.action, Action)
@@ -289,14 +290,14 @@ class Correction(Short):
             "statistic: only a log-ratio has a weight e^v; use Action.MASK with {}",
             self.statistic.name,
         )
+        spec = CorrectionSpec(
+            self.statistic, self.reduction, self.action, self.unit is not None, self.strict, self.low, self.high
+        )
+        object.__setattr__(self, "_spec", in_floats(spec))
 
     def spec(self) -> CorrectionSpec:
         """As kernels take it."""
-        of_segments = self.unit is not None
-        spec: CorrectionSpec = in_floats(
-            CorrectionSpec(self.statistic, self.reduction, self.action, of_segments, self.strict, self.low, self.high)
-        )
-        return spec
+        return self._spec
 
 
 def level_spec(level: Level) -> LevelSpec:

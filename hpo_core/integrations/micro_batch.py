@@ -146,13 +146,13 @@ def packed_rows(
 def clamped_k3(logp: torch.Tensor, ref_logp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``k3`` of trainers that clamp it at 10, where its gradient is 0: ``ref_logp`` with the log-probabilities of
     the policy itself, of which k3 and its gradient are 0, at tokens above that bound, and which tokens these are. NaN
-    is above no bound.
+    is above no bound. A policy of probability 0 stays, as an infinite log-ratio does.
 
     >>> clamped_k3(torch.tensor([-3.0, -3.0]), torch.tensor([-2.0, 1.0]))
     (tensor([-2., -3.]), tensor([False,  True]))
     """
     log_ratio = ref_logp - logp.detach()
-    above = torch.exp(log_ratio) - 1 - log_ratio > _MOST_K3
+    above = (torch.exp(log_ratio) - 1 - log_ratio > _MOST_K3) | ((log_ratio == torch.inf) & logp.detach().isfinite())
     return torch.where(above, logp.detach(), ref_logp), above
 
 
@@ -193,9 +193,15 @@ def token_loss(
     )
     if above is None or kl is None:
         return out
-    above = above if batch.mask is None else above & batch.mask.reshape(above.shape)
-    at_bound = torch.where(above, weights[batch.row_of_token()].reshape(above.shape), 0.0).sum()
-    return out._replace(loss=out.loss + kl.beta * _MOST_K3 * at_bound)
+    # As the kernel, which leaves out tokens without a log-ratio or a weight, and those of no row.
+    row = batch.row_of_token()
+    weight = weights[row].reshape(above.shape)
+    counted = above & (row >= 0).reshape(above.shape) & weight.isfinite()
+    if batch.mask is not None:
+        counted &= batch.mask.reshape(above.shape)
+    if old_logp is not None:
+        counted &= ~(logp.detach() - old_logp).isnan()
+    return out._replace(loss=out.loss + kl.beta * _MOST_K3 * torch.where(counted, weight, 0.0).sum())
 
 
 def clip_slots(gate: RatioGate) -> list[str]:

@@ -417,7 +417,7 @@ int64_t hpo_loss_from_logits_blocks(const hpo::LogprobsArgs* logits);
 const char* hpo_error(int status);
 // "AVX-512", "sm_80 sm_90 ...", "emulated": what runs; null where nothing can, hpo_error(hpo_unusable) then says why.
 const char* hpo_description();
-// Of CUDA alone: 12080 for CUDA 12.8; that of the driver, 0 without one, is the newest it knows.
+// CUDA alone. A version is 12080 for CUDA 12.8; the driver's is the newest that it knows, and 0 without a driver.
 void hpo_cuda_versions(int* driver, int* runtime);
 constexpr int hpo_unusable = 1;
 }

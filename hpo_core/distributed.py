@@ -135,8 +135,8 @@ def sum_in_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def running_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sums ``[n]`` up to each element, of which each doubling of the distance adds two: ``cumsum`` of floats on a
-    GPU differs from run to run."""
+    """The sums ``[n]`` up to each element. A step adds to each sum the one that ends ``distance`` before it, and
+    doubles the distance. ``cumsum`` of floats on a GPU differs from run to run."""
     distance = 1
     while distance < len(values):
         values = values + torch.nn.functional.pad(values[:-distance], (distance, 0))

@@ -92,7 +92,7 @@ def check_unread(
 
 
 def told_beside(trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any]) -> RatioGate | None:
-    """:func:`told_gate`, beside which the trainer's settings are its own."""
+    """:func:`told_gate`; beside a gate, settings of the trainer that it would silence are refused."""
     told = told_gate()
     if told is not None:
         check_unread(told, trainer, given, unset, f" or take {VARIABLE} away")
@@ -193,7 +193,7 @@ def token_loss(
     )
     if above is None or kl is None:
         return out
-    # As the kernel, which leaves out tokens without a log-ratio or a weight, and those of no row.
+    # The kernel leaves out tokens without a log-ratio or a weight, and tokens of no row; so does this sum.
     row = batch.row_of_token()
     weight = weights[row].reshape(above.shape)
     counted = above & (row >= 0).reshape(above.shape) & weight.isfinite()

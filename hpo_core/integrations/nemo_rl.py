@@ -134,8 +134,8 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
     def _check_scored(
         self, name: str, given: torch.Tensor, logp: torch.Tensor, mask: torch.Tensor, setting: str
     ) -> None:
-        """That ``given`` is no placeholder, which is certain of all tokens, although one has a probability below 1/e
-        today. NeMo-RL's own loss waits for the device, too."""
+        """Check that ``given`` is no placeholder: zeros make every token certain, although the policy gives one a
+        probability below 1/e. NeMo-RL's own loss waits for the device, too."""
         is_zero = (torch.where(mask, given, 0.0) == 0).all() & (torch.where(mask, logp.detach(), 0.0) < -1).any()
         check(
             not bool(is_zero),

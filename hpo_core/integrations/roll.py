@@ -103,7 +103,7 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
 
 
 def _gate(config: Any) -> RatioGate:
-    """That of ``HPO_GATE``, or the one that the yaml describes."""
+    """The gate of ``HPO_GATE``, or the gate that the yaml describes."""
     given = {name: getattr(config, name, value) for name, value in _UNSET.items()}
     gate = told_beside("ROLL", given, _UNSET)
     if gate is None:

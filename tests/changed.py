@@ -147,7 +147,7 @@ RULES = [
     Rule(("hpo_core/integrations/needs.py", "hpo_core/integrations/entropy_methods.py"), (*TRL, *VERL)),
     Rule(("hpo_core/integrations/named.py", "hpo_core/integrations/micro_batch.py", "hpo_core/integrations/turns.py",
           "hpo_core/integrations/prompt_advantages.py", "tests/trainer_batches.py"),
-         ("trainers", "recorded_trainers", "imports", "docs", *WITH_TESTS)),
+         ("trainers", "recorded_trainers", "recorded_apps", "imports", "docs", *WITH_TESTS)),
     Rule(tuple(f"hpo_core/integrations/{name}.py" for name in TRAINERS),
          ("trainers", "recorded_trainers", "recorded_apps", "imports", "docs", *WITH_TESTS)),
     Rule(("hpo_core/plot/*", "hpo_core/reference/gates.py", "hpo_core/reference/hierarchy.py"),

@@ -1,13 +1,23 @@
-"""Integrations of trainers that no package index has, or that are a service, on tensors as they hand them over, against
-formulas of their own losses that were read at the commit named with each."""
+"""Integrations of trainers that no package index has, on tensors as they hand them over, against formulas of their own
+losses that were read at the commit named with each."""
 
 from types import SimpleNamespace
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
-from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules, two_ranks
+from trainer_batches import (
+    LENGTH,
+    ROWS,
+    Batch,
+    clipped,
+    equal,
+    gradient,
+    integration,
+    masked,
+    modules,
+    parts,
+)
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -85,10 +95,6 @@ def test_prime_rl_refuses_by_name(gate, said):
 
 # --------------------------------------------------------------------------------------------------------------- slime
 # policy_loss_function and sum_of_sample_mean of slime/backends/megatron_utils/loss.py at 624b824.
-
-
-def parts(values, batch):
-    return [values[row, :length] for row, length in enumerate(batch.lengths)]
 
 
 def k3(logp, ref, kl_loss_type, importance_ratio=None):
@@ -540,84 +546,3 @@ def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_agg_mode"):
         of_roll(batch, batch.logp, loss_agg_mode="mean")
-
-
-# -------------------------------------------------------------------------------------------------------------- Tinker
-# forward_backward_custom of tinker 0.38 calls the loss with its datums and a list of log-probabilities.
-
-
-def datums(batch, mask=True):
-    fields = {
-        "logprobs": batch.rollout,
-        "advantages": batch.advantages,
-        **({"mask": batch.mask.float()} if mask else {}),
-    }
-    rows = {name: parts(value, batch) for name, value in fields.items()}
-    tensors = [{name: mock.Mock(to_torch=lambda x=x[row]: x) for name, x in rows.items()} for row in range(ROWS)]
-    return [SimpleNamespace(loss_fn_inputs=inputs) for inputs in tensors]
-
-
-def test_tinker():
-    batch, custom_loss = Batch(), integration("tinker").custom_loss
-    loss = custom_loss("ppo_clip(0.2, 0.28)")
-
-    def theirs(logp, mask):
-        return masked(clipped(logp, batch.rollout, batch.advantages, 0.2, 0.28), mask).sum()
-
-    equal(lambda logp: loss(datums(batch), parts(logp, batch)), lambda logp: theirs(logp, batch.mask), batch.logp)
-    equal(
-        lambda logp: loss(datums(batch, mask=False), parts(logp, batch)),
-        lambda logp: theirs(logp, batch.present),
-        batch.logp,
-    )
-    one_without, mask = datums(batch), batch.mask.clone()
-    del one_without[1].loss_fn_inputs["mask"]
-    mask[1] = batch.present[1]
-    equal(lambda logp: loss(one_without, parts(logp, batch)), lambda logp: theirs(logp, mask), batch.logp)
-    with two_ranks():  # of the client, of which Tinker knows nothing
-        mean, metrics = custom_loss(gates.ppo_clip(0.2, 0.28), reduction="mean")(
-            datums(batch), parts(batch.logp, batch)
-        )
-    torch.testing.assert_close(mean, theirs(batch.logp, batch.mask) / batch.tokens)
-    assert metrics["hpo/tokens:sum"] == batch.tokens and metrics["hpo/clipped:mean"] > 0.1
-
-
-def test_tinker_knows_the_prompts_that_it_is_told():
-    batch, custom_loss = Batch(), integration("tinker").custom_loss
-    gate, prompts = gates.reconstructed.p3o(), ["a", "a", ("b", 1), ("b", 1), 3, 3]
-    found, _ = custom_loss(gate, prompts=prompts)(datums(batch), parts(batch.logp, batch))
-    packed = hpo.PackedBatch.from_padded(batch.mask, group_ids=torch.tensor([0, 0, 1, 1, 2, 2]))
-    expected = hpo.policy_loss(
-        batch.logp, batch.rollout, batch.advantages, packed, gate, weights=torch.ones(ROWS), advantage_level="token"
-    )
-    torch.testing.assert_close(found, expected.loss)
-    levels = tuple(gates.Level(gates.Tanh(0.1), unit=unit) for unit in (gates.Unit.STEP, gates.Unit.GROUP))
-    deep = gates.RatioGate("deep", gates.LogClip((-0.2, -0.2), (0.2, 0.2)), levels)
-    packed = hpo.PackedBatch.from_padded(batch.mask, steps=turns(batch.mask), group_ids=torch.arange(ROWS) // 2)
-    expected = hpo.policy_loss(
-        batch.logp, batch.rollout, batch.advantages, packed, deep, weights=torch.ones(ROWS), advantage_level="token"
-    )
-    found, _ = custom_loss(deep, prompts=prompts)(datums(batch), parts(batch.logp, batch))
-    torch.testing.assert_close(found, expected.loss)
-    with pytest.raises(ValueError, match="expected one of each of 6 datums, got 2"):
-        custom_loss(gate, prompts=["a", "b"])(datums(batch), parts(batch.logp, batch))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"gate": gates.reconstructed.p3o()}, "level of groups"),
-        ({"gate": "reconstructed.fiberpo_domain", "prompts": ["a"]}, "level of domains"),
-        ({"gate": "icepop"}, "one old policy"),
-        ({"gate": "dapo", "reduction": "rows"}, "reduction"),
-    ],
-)
-def test_tinker_refuses_by_name(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        integration("tinker").custom_loss(**arguments)
-
-
-def test_tinker_names_the_field_that_a_datum_lacks():
-    loss = integration("tinker").custom_loss("dapo")
-    with pytest.raises(ValueError, match="expected 'logprobs' in each datum"):
-        loss([SimpleNamespace(loss_fn_inputs={})], [torch.zeros(2)])

@@ -125,5 +125,10 @@ def clipped(logp, old, advantages, low=0.2, high=0.2, dual=None):
     return loss if dual is None else torch.where(advantages < 0, torch.min(loss, -dual * advantages), loss)
 
 
+def parts(values, batch):
+    """The tokens of each row, for trainers that hand over lists."""
+    return [values[row, :length] for row, length in enumerate(batch.lengths)]
+
+
 def masked(terms, mask):
     return torch.where(mask, terms, 0.0)

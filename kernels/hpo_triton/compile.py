@@ -88,6 +88,9 @@ class Report(NamedTuple):
     barriers: int = 0  # of the program
     fences: int = 0  # orders of memory on the whole device
     doubles: int = 0  # operations with float64
+    read_only: int = 0  # loads through the read-only path
+    orders: tuple[str, ...] = ()  # barriers of the program and orders of the device, in the order of the code
+    cooperative: bool = False  # whether all programs of a launch run at once, so that one can wait for the others
 
 
 def report(compiled: Any) -> Report:
@@ -124,9 +127,11 @@ def _report_of_nvidia(compiled: Any) -> Report:
         return len(re.findall(operation, source))
 
     fences = r"\b(?:fence|membar)\.|\b(?:atom|red)\.\S*(?:acquire|release|acq_rel)"
+    orders = re.findall(r"\bbar\.(sync)|\b(?:atom|red|ld)\.global\.gpu\.\S*(relaxed|release|acquire)", source)
     return Report(
         compiled.metadata.name, registers, stack + local, compiled.metadata.shared, accesses("ld"), accesses("st"),
         count(r"\bbar(?:rier)?\.sync"), count(fences), count(r"\b(?:add|sub|mul|fma|div|setp|min|max)\S*\.f64\b"),
+        count(r"\bld\.global\.nc\b"), tuple(map("".join, orders)), compiled.metadata.launch_cooperative_grid,
     )  # fmt: skip
 
 

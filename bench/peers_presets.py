@@ -279,6 +279,7 @@ FORMULAS: dict[str, Callable[[View], torch.Tensor]] = {
     "apc": apc,
     "archer_clip": lambda view: bounded(view, 3.0),
     "aspo": aspo,
+    "bapo": lambda view: bounded(view, 3.0),
     "bpo": to_target,
     "capo": lambda view: clipped(view, view.ratio()) * view.rows.token_mask,
     "ce_gppo": ce_gppo,

@@ -31,8 +31,9 @@ from torch.distributed import ProcessGroup
 from .arguments import check_choice, examines
 from .batch import PackedBatch, alone_without, renumber, row_counts
 from .checks import check, check_device, check_dtype, check_shape_of_tokens, require_type
+from .distributed import sum_in_order
 
-__all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"]
+__all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean", "vl_norm"]
 
 _NUMBERS = (Real, torch.SymInt, torch.SymFloat)
 
@@ -175,10 +176,45 @@ def fixed_length(
     >>> fixed_length(PackedBatch.from_lengths([4, 1]), 10)
     tensor([0.0500, 0.0500])
     """
-    check(0 < length < math.inf, "length: expected a constant > 0, got {}", length)
+    _check_length(length)
     rows = batch.cu_seqlens.new_full((), batch.rows)
     scale = _scale(batch, rows, total, process_group, gradient_reduction, ranks) / length
     return scale.repeat(batch.rows)
+
+
+@examines
+def vl_norm(
+    batch: PackedBatch,
+    length: float,
+    alpha: float = 1.0,
+    *,
+    total: Total = None,
+    process_group: ProcessGroup | None = None,
+    gradient_reduction: str | None = None,
+    ranks: float | None = None,
+) -> torch.Tensor:
+    """Sum over tokens divided by a constant, where a long row counts less than a short one:
+    ``w_s = n_s^-alpha / (length sum_j n_j^-alpha)`` (VL Norm, at first named Delta L normalisation, arXiv 2509.07558;
+    its code).
+
+    The weights of a step add up to ``1 / length``, as those of :func:`fixed_length` do, which is ``alpha=0`` where no
+    row is empty. If the variance of a row's gradient is proportional to its length, 1 gives that of the sum its least
+    value; a smaller ``alpha`` learns more from long rows.
+
+    Args:
+        length: the constant, usually the longest completion allowed; the authors' code has the padded length.
+        alpha: 1, the authors' for CountDown; they take 0.75 for mathematics.
+        total: the sum of ``n^-alpha`` over the rows of the optimiser step that have a valid token.
+
+    >>> vl_norm(PackedBatch.from_lengths([4, 1]), 10)
+    tensor([0.0200, 0.0800])
+    """
+    _check_length(length)
+    check(0 <= alpha < math.inf, "alpha: expected an exponent >= 0, got {}", alpha)
+    counts = _counts(batch, None)
+    shares = torch.where(counts > 0, counts.clamp(min=1).double() ** -alpha, 0.0)
+    scale = _scale(batch, sum_in_order(shares), total, process_group, gradient_reduction, ranks)
+    return (shares * scale / length).float()
 
 
 @examines
@@ -209,6 +245,10 @@ def prompt_mean(
     tokens = torch.zeros_like(counts).scatter_add_(0, group, counts)  # integer sums do not depend on the order
     scale = _scale(batch, (tokens > 0).sum(), total, process_group, gradient_reduction, ranks)
     return _over(scale, tokens[group])
+
+
+def _check_length(length: float) -> None:
+    check(0 < length < math.inf, "length: expected a constant > 0, got {}", length)
 
 
 def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:

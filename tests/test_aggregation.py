@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import hypothesis
 import pytest
@@ -17,6 +18,7 @@ MODES = {
     "seq_mean_token_mean": aggregation.seq_mean_token_mean,
     "seq_mean_token_sum": aggregation.seq_mean_token_sum,
     "fixed_length": functools.partial(aggregation.fixed_length, length=16),
+    "vl_norm": functools.partial(aggregation.vl_norm, length=16, alpha=0.75),
     "prompt_mean": aggregation.prompt_mean,
 }
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -26,7 +28,7 @@ def by_hand(mode, batch, counts):
     """The published formulas, row by row, in Python numbers."""
     n, groups = counts.tolist(), batch.group_ids.tolist()
     filled = sum(count > 0 for count in n)
-    total = sum(n)
+    total, shares = sum(n), sum(count**-0.75 for count in n if count)
     groups = [group if group >= 0 else -1 - row for row, group in enumerate(groups)]  # outside every group: alone
     of_group = [sum(count for count, other in zip(n, groups, strict=True) if other == group) for group in groups]
     filled_groups = len({group for count, group in zip(n, groups, strict=True) if count > 0})
@@ -35,6 +37,7 @@ def by_hand(mode, batch, counts):
         "seq_mean_token_mean": [1 / (filled * count) if count else 0.0 for count in n],
         "seq_mean_token_sum": [1 / filled if filled else 0.0 for _ in n],
         "fixed_length": [1 / (16 * len(n)) for _ in n],
+        "vl_norm": [count**-0.75 / (16 * shares) if count else 0.0 for count in n],
         "prompt_mean": [1 / (filled_groups * tokens) if tokens else 0.0 for tokens in of_group],
     }[mode]
 
@@ -81,6 +84,8 @@ def test_a_mean_of_ones_is_one(mode):
     share = (MODES[mode](batch).double() * batch.row_counts).sum().item()
     expected = {"seq_mean_token_sum": batch.row_counts.sum().item() / int((batch.row_counts > 0).sum())}
     expected["fixed_length"] = batch.row_counts.sum().item() / (16 * 4)
+    filled = [count for count in batch.row_counts.tolist() if count]
+    expected["vl_norm"] = sum(count**0.25 for count in filled) / (16 * sum(count**-0.75 for count in filled))
     assert share == pytest.approx(expected.get(mode, 1.0), rel=1e-6)
 
 
@@ -90,8 +95,8 @@ def test_total_of_the_optimiser_step(mode, as_tensor):
     """With the count of the whole step, parts have the weights of the whole: the cut does not matter."""
     whole = hpo.PackedBatch.from_lengths([4, 1, 3, 2], group_ids=torch.tensor([0, 0, 1, 1]))
     weights = MODES[mode](whole)
-    total = {"token_mean": 10, "prompt_mean": 2}.get(mode, 4)
-    total = torch.tensor(total) if as_tensor else total
+    total = {"token_mean": 10, "prompt_mean": 2, "vl_norm": sum(n**-0.75 for n in (4, 1, 3, 2))}.get(mode, 4)
+    total = torch.tensor(total, dtype=torch.float64 if mode == "vl_norm" else torch.int64) if as_tensor else total
     for rows in ([0, 1], [2, 3]):
         part, _tokens = whole.select(rows)
         assert torch.equal(MODES[mode](part, total=total), weights[rows])
@@ -123,7 +128,9 @@ def test_loss_is_invariant_to_the_cut(mode, backend):
     example = testing.random_policy_loss(0, gates.dapo(), layout=layout)
     batch = example.batch
     counts = batch.row_counts
-    total = {"token_mean": int(counts.sum()), "prompt_mean": len(batch.group_ids.unique())}.get(mode, 4)
+    shares = sum(count**-0.75 for count in counts.tolist() if count)
+    totals = {"token_mean": int(counts.sum()), "prompt_mean": len(batch.group_ids.unique()), "vl_norm": shares}
+    total = totals.get(mode, 4)
     example = example.given(weights=MODES[mode](batch))
     device = testing.device_of(backend)
     fn = functools.partial(hpo.policy_loss, backend=backend)
@@ -158,6 +165,19 @@ def test_a_total_is_a_number():
     for total in (True, "3"):
         with pytest.raises(TypeError, match="total: expected a number or a 0-dim tensor, got"):
             aggregation.token_mean(hpo.PackedBatch.from_lengths([1]), total=total)
+
+
+def test_vl_norm_of_equal_rows_or_without_an_exponent_is_a_fixed_length():
+    equal, others = (hpo.PackedBatch.from_lengths(lengths) for lengths in ([3, 3, 3], [5, 1, 2]))
+    for batch, alpha in ((equal, 1.0), (others, 0.0)):
+        assert torch.equal(aggregation.vl_norm(batch, 7, alpha), aggregation.fixed_length(batch, 7))
+    assert aggregation.vl_norm(others, 2).tolist() == pytest.approx([0.1 / 1.7, 0.5 / 1.7, 0.25 / 1.7])
+
+
+@pytest.mark.parametrize("given", [{"alpha": -1.0}, {"alpha": math.nan}, {"length": 0}, {"length": math.inf}])
+def test_numbers_that_vl_norm_refuses(given):
+    with pytest.raises(ValueError, match=f"{next(iter(given))}: expected"):
+        aggregation.vl_norm(hpo.PackedBatch.from_lengths([1]), **{"length": 1, **given})
 
 
 def test_prompt_mean_needs_groups():

@@ -22,6 +22,7 @@ MODES = {
     "seq_mean_token_mean": (aggregation.seq_mean_token_mean, "filled"),
     "seq_mean_token_sum": (aggregation.seq_mean_token_sum, "filled"),
     "fixed_length": (functools.partial(aggregation.fixed_length, length=9), "rows"),
+    "vl_norm": (functools.partial(aggregation.vl_norm, length=9, alpha=0.75), "shares"),
     "prompt_mean": (aggregation.prompt_mean, "groups"),
 }
 OF_GROUPS = RatioGate("groups", LogClip((-0.2, -0.2), (0.2, 0.2)), (Level(Tanh(0.05), unit=Unit.GROUP),))
@@ -46,6 +47,7 @@ class Step:
         self.batch = hpo.PackedBatch.from_lengths(LENGTHS, mask=mask, group_ids=torch.tensor([0, 0, 1, 1, 1, 4, 9, 9]))
         counts = self.batch.row_counts
         self.totals = {"tokens": int(counts.sum()), "filled": int((counts > 0).sum()), "rows": rows, "groups": 4}
+        self.totals["shares"] = (counts[counts > 0].double() ** -0.75).sum().item()
 
     def part(self, rows):
         batch, tokens = self.batch.select(rows)

@@ -341,6 +341,17 @@ def test_pf_ppo_and_dynamic_contrastive():
         assert (got.numpy() == contrast).all()
 
 
+def test_gfpo_is_grpo_of_the_shortest():
+    """Mean and deviation are those of the responses that are kept (arXiv 2508.09726)."""
+    rewards, ids = torch.tensor([1.0, 0, 1, 0, 0.5, 3, 1, 2]), torch.tensor([0, 0, 0, 0, 0, 7, 7, 7])
+    lengths = torch.tensor([90, 20, 30, 80, 10, 5, 6, 7])
+    kept = advantages.pf_ppo(-lengths.float(), ids, best=3, worst=0)
+    assert kept.tolist() == [False, True, True, False, True, True, True, True]
+    found = advantages.grpo(rewards, ids, eps=1e-4, mask=kept)
+    expected = [0, -0.5 / 0.5001, 0.5 / 0.5001, 0, 0, 1 / 1.0001, -1 / 1.0001, 0]
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e9, 1e30])
 def test_d3s_samples_of_one_group_do_not_depend_on_the_numbers_of_another(scale):
     """Of equal variance those with the fewest low ones, whatever stands before."""

@@ -333,6 +333,7 @@ def _inputs() -> Iterator[Call]:
     yield _call(gates.ink_grpo_coefficient, step=3)
     for advantages, level in ((_S["advantages"], "row"), (_T["weight"], "token")):
         given = {"advantages": advantages, "advantage_level": level}
+        yield _call(gates.bapo_bounds, **of_loss, **given)
         yield _call(gates.clip_cov_mask, **of_loss, **given, seed=1, low=0.0)
         yield _call(gates.kl_cov_mask, logp=_T["logp"], batch=batch(), **given, share=0.25)
         yield _call(gates.rec_ring_mask, **of_loss, **given)
@@ -448,7 +449,8 @@ def _aggregations() -> Iterator[Call]:
     for function in (modes.prompt_mean, modes.seq_mean_token_mean, modes.seq_mean_token_sum, modes.token_mean):
         yield _call(function, batch=batch(), selected=_T["bools"])
         yield _call(function, batch=batch(), total=integers(16)[0])
-    yield _call(modes.fixed_length, batch=batch(), length=8.0, total=integers(16)[0])
+    for function in (modes.fixed_length, modes.vl_norm):
+        yield _call(function, batch=batch(), length=8.0, total=integers(16)[0])
 
 
 def _batches() -> Iterator[Call]:

@@ -8,6 +8,7 @@ from .future_kl import fipo, fipo_weight
 from .hierarchical import fiberpo, step_gspo
 from .inputs import (
     archer_bounds,
+    bapo_bounds,
     bpo_target,
     chord_weight,
     clip_cov_mask,
@@ -25,6 +26,7 @@ from .sequence_level import a_lol, gmpo, gspo, gspo_token, luspo, rec, rec_ring,
 from .token_level import (
     archer_clip,
     aspo,
+    bapo,
     capo,
     ce_gppo,
     cispo,
@@ -65,6 +67,8 @@ __all__ = [
     "archer_bounds",
     "archer_clip",
     "aspo",
+    "bapo",
+    "bapo_bounds",
     "bpo",
     "bpo_target",
     "capo",

@@ -246,6 +246,21 @@ def test_levels_above_the_row(example, level):
     same(result, example.grad(advantages=values[ids], batch=batch))
 
 
+def test_a_teacher_is_distilled_by_advantages_of_tokens():
+    """Over all tokens that could be sampled, the expected gradient is that of KL(policy | teacher)."""
+    logits, teacher = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    logp, teacher_logp = logits.log_softmax(0), teacher.log_softmax(0)
+    old_logp, batch = logp.detach(), hpo.PackedBatch.from_lengths([1] * 6)
+    loss = hpo.policy_loss(
+        logp, old_logp, teacher_logp - old_logp, batch, gates.dapo(), advantage_level="token", weights=old_logp.exp(),
+        backend="reference",
+    ).loss  # fmt: skip
+    divergence = (logp.exp() * (logp - teacher_logp)).sum()
+    found, expected = (torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (loss, divergence))
+    torch.testing.assert_close(found, expected)
+
+
 def test_an_id_without_an_advantage_is_counted(example):
     batch = hpo.PackedBatch(example.batch.cu_seqlens, example.mask, group_ids=torch.tensor([0, 5, 0, -1]))
     for values in (torch.ones(2), torch.ones(0)):

@@ -144,6 +144,8 @@ def examined(name: str, tensor: Any, meaning: str = "") -> torch.Tensor:
 def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
     if not isinstance(tensor, Tensor):
         fix = "its mask is .as_mask().mask" if hasattr(tensor, "as_mask") else "convert it with torch.as_tensor"
+        if name.partition("[")[0].endswith("ids"):  # names of prompts and observations are no numbers
+            fix = "convert it with hpo_core.segments.ids_of"
         raise TypeError(f"{name}: expected a tensor{meaning and ' ' + meaning}, got {type(tensor)}; {fix}")
     # A module that was never imported has made no tensor.
     collectives = sys.modules.get("torch.distributed._functional_collectives")

@@ -104,8 +104,8 @@ def policy_loss(
             ``target``, ``token_mask``, ``penalty_mask``, ``aggregates``, ``token_weight``. A gate that ``needs`` one
             names the function of :mod:`hpo_core.gates` that makes it.
         advantage_level: what advantages belong to: ``"row"``, the default; ``"token"``: ``[T]`` (or ``[B, L]``);
-            ``"step"``: ``[N]``; ``"trajectory"``, ``"group"``, ``"domain"``: entry i belongs to id i. It is said, never
-            read off a shape, which may fit several.
+            ``"step"``: ``[N]``, of a step of several ranges that of the first; ``"trajectory"``, ``"group"``,
+            ``"domain"``: entry i belongs to id i. It is said, never read off a shape, which may fit several.
         report: what to return beside loss and metrics, any of ``"tokens"``: loss_t ``[T]`` (detached; not multiplied by
             ``weights``); ``"levels"``: what each level of the gate observed, a :class:`~hpo_core.LevelMetrics`, made of
             the sums of its segments, without another sweep over log-probabilities (``gspo`` and others with quick
@@ -259,8 +259,8 @@ def _advantages(
     if level == "step":
         told |= batch.ids_of_steps()
         if domains is not None:
-            row = batch.row_of_step()
-            domains = torch.where(row >= 0, domains[row.clamp(min=0)], -1)
+            own = domains[batch.row_of_step().clamp(min=0)]
+            domains = torch.where(told["trajectory_ids"] >= 0, own, -1)
     if domains is not None:  # None would make one domain of all rows
         told["domain_ids"] = domains
     if backend is not None:

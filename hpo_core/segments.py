@@ -101,24 +101,25 @@ def recurrence(
 def ids_of(names: Iterable[str | bytes | int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Ids ``[U]`` int64 from names of units: observations to compare, prompts, datasets.
 
-    Integers stay as they are. Strings (as UTF-8) and bytes become 63 bits of BLAKE2b, never negative and the same in
-    every process; among a million names two collide with a probability of 5e-8. For an array pass its ``tobytes()``.
+    Integers stay as they are. Strings (as UTF-8, lone surrogates included) and bytes become 63 bits of BLAKE2b, never
+    negative and the same in every process; among a million names two collide with a probability of 5e-8. For an array
+    pass its ``tobytes()``.
 
     >>> first, second, third = ids_of(["door closed", "door open", "door closed"])
     >>> bool(first == third), bool(first == second)
     (True, False)
     """
-    require_type(not isinstance(names, str | bytes), "names: expected several names, got {!r}; pass a list", names)
+    several = isinstance(names, Iterable) and not isinstance(names, str | bytes | torch.Tensor)
+    require_type(several, "names: expected several names, got {!r}; pass a list", names)
     return torch.tensor([_id_of(name) for name in names], dtype=torch.int64, device=device)
 
 
 def _id_of(name: str | bytes | int) -> int:
     if isinstance(name, str | bytes):
-        content = name.encode() if isinstance(name, str) else name
+        content = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else name
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
-    require_type(
-        isinstance(name, Integral), "names: expected strings, bytes or integers, got {!r}", name
-    )  # NumPy's, too
+    message = "names: expected strings, bytes or integers, got {!r}; pass str(name), or tobytes() of an array"
+    require_type(isinstance(name, Integral), message, name)  # NumPy's, too
     check(-(2**63) <= name < 2**63, "names: expected integers of 64 bits with a sign, got {}; pass str(name)", name)
     return int(name)
 

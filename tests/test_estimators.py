@@ -544,12 +544,38 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: A.sgrpo(rewards, rewards, *ids, group_weight=50), r"^group_weight: expected .*, got 50"),
         (lambda: A.sgrpo_reward_sum(rewards, rewards, ids[0], group_weight=-1), r"^group_weight: expected .*, got -1"),
         (lambda: A.sgrpo_hierarchical_sum(rewards, rewards, *ids, group_weight=2), r"^group_weight: .*, got 2"),
+        (lambda: A.hbpo(rewards, rewards > 0, rewards, ids[0], longest=0.0), r"^longest: .* above 0, got 0.0"),
+        (lambda: A.hbpo(rewards, rewards > 0, rewards, ids[0], beta=math.nan), r"^beta: expected a finite .* nan"),
+        (lambda: A.icpo(rewards, None, rewards > 0, progress=0, bonus=math.nan), r"^bonus: .* finite number, got nan"),
+        (lambda: A.hila(rewards, rewards > 0, rewards > 1, None, defer_cost=math.nan), r"^defer_cost: .* got nan"),
+        (lambda: A.tool_star(rewards, rewards > 0, rewards > 0, None, bonus=math.inf), r"^bonus: .* got inf"),
+        (lambda: A.unidoc_rl(*[rewards] * 5, None, answer_weight=math.nan), r"^answer_weight: .* got nan"),
+        (lambda: A.mars2(rewards, ids[0] - 1, ids[0], shaping=math.nan), r"^shaping: .* got nan"),
+        (lambda: A.adora(rewards, None, rewards, rewards > 0, damping=math.nan), r"^damping: .* got nan"),
+        (lambda: R.hi_agent(*[rewards] * 3, None, weights=(1.0, math.nan, 1.0)), r"^weights\[1\]: .* got nan"),
+        (lambda: R.hi_grpo(torch.stack([rewards] * 2), None, carry=math.nan), r"^carry: .* got nan"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
 
 
 # ------------------------------------------------------------------------------------------ no score, and no group
+
+
+def test_hbpo_takes_exactly_nothing_from_a_budget_that_all_keep(backend):
+    t, b = on(backend)
+    budgets = t(512.0, 512, 1024, 2560)
+    out = A.hbpo(budgets - 100, budgets > 0, budgets, t(0, 0, 1, 2), **b)
+    assert out.tolist() == [0.0] * 4
+
+
+def test_treepo_a_node_without_whole_leaves_is_none(backend):
+    """A leaf that ends above the deepest prefix is in the means of its prefixes, but below no node."""
+    t, b = on(backend)
+    rewards, root, deepest = t(1.0, 0.0, 1.0, 0.0), t(0, 0, 0, 0), t(0, 0, 1, -1)
+    apart = A.treepo_segments(rewards, [root, root, t(0, 0, 0, 1), deepest], **b)
+    assert torch.equal(apart, A.treepo_segments(rewards, [root, root, t(0, 0, 0, -1), deepest], **b))
+    assert apart[:, :3].any() and not apart[:, 3].any()
 
 
 @pytest.mark.parametrize("estimator", [A.gigpo, A.hgpo, functools.partial(A.hgpo, base_group=True)])

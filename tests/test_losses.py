@@ -680,6 +680,28 @@ def test_the_single_call_takes_estimators_of_steps(backend):
         assert torch.equal(leaves[0].grad, leaves[1].grad) and bool(leaves[0].grad.any())
 
 
+def test_estimators_of_steps_count_a_step_of_several_ranges_once():
+    """A step with a gap and one that goes on in the next row have one reward, one return and one advantage."""
+    named = {"step_ids": torch.tensor([7, 7, -1, 8, 9, 9, 9])}  # the last step begins with a range without tokens
+    ranges = torch.tensor([[0, 2], [3, 5], [5, 7], [7, 9], [9, 9], [9, 10], [10, 12]])
+    offsets, ids = torch.tensor([0, 5, 9, 10, 12]), torch.tensor([4, 6, 6, 6])
+    batch = hpo.PackedBatch(offsets, steps=ranges, trajectory_ids=ids, group_ids=torch.zeros_like(ids), **named)
+    whole = torch.tensor([[0, 5], [5, 7], [7, 9], [9, 10]])
+    plain = hpo.PackedBatch(
+        offsets[:4], mask=torch.arange(12) != 2, steps=whole, trajectory_ids=ids[:3], group_ids=ids[:3] * 0
+    )
+    rewards, anchors = torch.tensor([1.0, 0.5, 0.0, 2.0]), torch.tensor([0, 0, 0, 1])
+    of_range = torch.tensor([0, 0, 1, 2, 3, 3, 3])
+    for estimator in (hpo.advantages.gigpo, hpo.advantages.hgpo):
+        once = estimator(rewards, anchor_ids=anchors, **plain.ids_of_steps())
+        given = torch.where(torch.tensor([1, 0, 1, 1, 1, 1, 0]) > 0, rewards[of_range], torch.nan)
+        found = estimator(given, anchor_ids=anchors[of_range], **batch.ids_of_steps())
+        assert torch.equal(found[[0, 2, 3, 5]], once) and once.any()
+        expected = once[torch.tensor([0, 0, -1, 0, 0, 1, 1, 2, 2, 3, 3, 3])]
+        expected[2] = 0.0
+        assert torch.equal(batch.spread_steps(found), expected)
+
+
 def test_a_negative_trajectory_id_of_a_batch_names_a_trajectory():
     """To an estimator it would mean that a step is in none."""
     rewards, anchors = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 1])

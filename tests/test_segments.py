@@ -237,6 +237,13 @@ def test_ids_of_names():
     first, same, seven, none, other = hpo.segments.ids_of(names).tolist()
     assert (first, same, seven, none) == (8425330602167090695, 8425330602167090695, 7, -1)
     assert other >= 0 and other != first
+    assert (
+        hpo.segments.ids_of(["a\ud800"]).tolist() != hpo.segments.ids_of(["a"]).tolist()
+    )  # a torn character of UTF-16
+    with pytest.raises(TypeError, match=r"names: expected several names, got 3; pass a list"):
+        hpo.segments.ids_of(3)
+    with pytest.raises(TypeError, match=r"group_ids: expected a tensor, got .*ndarray.*hpo_core\.segments\.ids_of"):
+        hpo.advantages.grpo(torch.ones(1), numpy.array(["red"], dtype=object))
     with pytest.raises(TypeError, match=r"names: expected strings, bytes or integers, got 1\.5"):
         hpo.segments.ids_of([1.5])
     with pytest.raises(ValueError, match=r"names: expected integers of 64 bits with a sign, got 18446744073709551615"):

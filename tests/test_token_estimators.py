@@ -457,6 +457,9 @@ def test_de_grpo_pairs_that_are_not_visited_and_prompts_that_are_not_there_are_e
     out = advantages.de_grpo(*given, samples=2)
     assert out.advantages.isnan().tolist() == [True, True, True, False, True] and not out.utility.any()
     assert not advantages.de_grpo(*given, samples=3).advantages[:4].isnan().any()
+    values = torch.tensor([math.inf, math.nan, 1.0, 1.0, 1.0])  # a value that says nothing turns no advantage round
+    some = advantages.de_grpo(*given[:3], values, torch.ones(2), samples=3).advantages.tolist()
+    assert some[:2] == [0.0, 0.0] and some[2] != 0.0
     binary = torch.tensor([1.0, 0.0, 1.0, 0.0])
     out, utility = advantages.de_grpo(
         binary, torch.zeros(4, dtype=torch.int64), torch.tensor([-1.0, -2, -3, -4]), torch.zeros(4), torch.zeros(1),

@@ -296,7 +296,7 @@ def de_grpo(
         prompts: ``[S]`` int64, the place of each unit's prompt in ``utility``, which is its group; negative: in none. A
             place beyond it gets NaN, which the loss leaves out and counts.
         scores: ``[S]``, the mean log-probability of each response's tokens. A unit without one has no reward.
-        values: V ``[S]``, a value head's estimate for the unit's prompt; NaN: the unit gets 0.
+        values: V ``[S]``, a value head's estimate for the unit's prompt; NaN or infinite: the unit gets 0.
         utility: ``[P]`` floating point, 0 at the start.
         samples: the most responses a prompt has, because all pairs are visited; a prompt with more gets NaN and keeps
             its utility.
@@ -322,7 +322,8 @@ def de_grpo(
     new = torch.where(visited, smoothing * old + (1 - smoothing) * separable * sensitive, old)
     stage = torch.where(new < least, 0.0, torch.where(new > most, decay, torch.ones_like(new)))
     plain = grpo(rewards, prompts, mask=scored, eps=eps, backend=backend)
-    exact = torch.where(plain == 0, 0.0, known(plain * torch.tanh(stage * (apart - values.double()))))
+    lead = apart - torch.where(torch.isfinite(values), values, torch.nan).double()
+    exact = torch.where(plain == 0, 0.0, known(plain * torch.tanh(stage * lead)))
     exact = torch.where((group.members > samples) | (prompts >= utility.numel()), torch.nan, exact)
     member = scored & (group.members > 0)
     written = _written(utility.double(), places, new).to(utility.dtype)

@@ -28,9 +28,9 @@ from .terms import (
     Term,
     among,
     as_advantages,
+    check_finite,
     combine,
     estimator,
-    grouped,
     keeps_singletons,
     scale_of,
     scorable,
@@ -294,22 +294,26 @@ def hbpo(
     """
     check_units(lengths=lengths, is_correct=is_correct, budgets=budgets, group_ids=group_ids)
     as_code = check_compat(compat)
+    check(0 < longest < math.inf, "longest: expected a finite number above 0, got {}", longest)
+    check_finite(beta=beta, alpha=alpha)
     n, b, quarter = lengths.double(), budgets.double(), (3.1416 if as_code else math.pi) / (2 * longest)
     beyond, within = beta * torch.cos(quarter * n) - alpha * (n - b).abs(), beta * torch.cos(quarter * b)
     reward = torch.minimum(beyond, within) if as_code else torch.where(n <= b, within, beyond)
     scored = scorable(lengths, torch.isfinite(budgets))
     most = longest if as_code else b.clamp(min=longest)  # within a budget above L is f2, too
     reward = torch.where(is_correct & (n <= most), reward, 0.0)
-    rewards = as_advantages(torch.where(scored, reward, torch.nan), lengths, backend)
+    # What a budget's mean lacks is taken unit by unit: where nothing lacks it is exactly 0.
+    rewards, gaps = (
+        as_advantages(torch.where(scored, each, torch.nan), lengths, backend) for each in (reward, reward - within)
+    )
     # Budgets are compared as the bits they are.
     subgroup = dense_ids(group_ids, budgets.float().contiguous().view(torch.int32))
     twice = 2.0 if as_code else 1.0
     terms = [
         Term(rewards, group_ids, GroupTerm(eps=eps)),
-        Term(rewards, subgroup, GroupTerm(part=Part.MEAN, coefficient=twice)),
+        Term(gaps, subgroup, GroupTerm(part=Part.MEAN, coefficient=twice)),
     ]
-    together = combine(terms, backend=backend)
-    return as_advantages(torch.where(grouped(scored, group_ids), together - twice * within, 0.0), lengths, backend)
+    return combine(terms, backend=backend)
 
 
 @estimator(Provenance.PAPER, tables=True)

@@ -11,7 +11,7 @@ import torch
 from ..checks import check, check_device, check_floating, check_units
 from ..specs import GroupTerm, Provenance, Share
 from .flat import grpo, whiten
-from .terms import Term, as_advantages, check_channels, combine, estimator, grouped, keeps_singletons
+from .terms import Term, as_advantages, check_channels, check_finite, combine, estimator, grouped, keeps_singletons
 
 
 @estimator(Provenance.PAPER, multi_reward=True, tables=True)
@@ -164,6 +164,7 @@ def hila(
     tensor([-1.0000,  1.0000])
     """
     check_units(success=success, is_deferred=is_deferred, is_created=is_created, group_ids=group_ids, mask=mask)
+    check_finite(defer_cost=defer_cost, create_cost=create_cost)
     cost = defer_cost * is_deferred.double() + create_cost * (is_created & ~is_deferred).double()
     worth = as_advantages(success.double() - cost, success, backend)
     return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
@@ -207,6 +208,7 @@ def unidoc_rl(
     """
     check_units(answer=answer, search=search, selection=selection, perception=perception, form=form)
     check_units(answer=answer, group_ids=group_ids, mask=mask)
+    check_finite(answer_weight=answer_weight, step_weight=step_weight)
     exact = form.double()
     steps = step_weight * (search.double() + selection.double() + perception.double() + exact)
     earned = answer_weight * answer.double()
@@ -245,6 +247,7 @@ def tool_star(
     check_units(
         accuracy=accuracy, is_formatted=is_formatted, is_multi_tool=is_multi_tool, group_ids=group_ids, mask=mask
     )
+    check_finite(bonus=bonus)
     exact = accuracy.double()
     earned = torch.where(is_multi_tool & (exact > 0), exact + bonus, exact)
     worth = torch.where(is_formatted | ~torch.isfinite(exact), earned, -1.0)

@@ -5,14 +5,23 @@ Common arguments are as in :mod:`.flat`.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from .. import segments
 from ..checks import check, check_units
 from ..specs import GroupTerm, Provenance, Scale
-from .terms import Term, as_advantages, check_eps, combine, estimator, keeps_singletons, known, members_of, total
+from .terms import (
+    Term,
+    as_advantages,
+    check_eps,
+    check_finite,
+    combine,
+    estimator,
+    keeps_singletons,
+    known,
+    members_of,
+    total,
+)
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -91,7 +100,7 @@ def ngrpo(
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
     check(virtual >= 0, "virtual: expected a count >= 0, got {}", virtual)
-    check(-math.inf < best < math.inf, "best: expected a finite number, got {}", best)
+    check_finite(best=best)
     check_eps(eps)
     check(ddof in (0, 1), "ddof: expected 0 or 1, got {}", ddof)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)

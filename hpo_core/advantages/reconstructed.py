@@ -14,7 +14,7 @@ from .flat import grpo
 from .returns import once
 from .schedules import craft_gui, datarus, v05_samples
 from .selection import ordered
-from .terms import Term, among, as_advantages, check_eps, combine, estimator, grouped, scorable
+from .terms import Term, among, as_advantages, check_eps, check_finite, combine, estimator, grouped, scorable
 
 __all__ = [
     "a2fm_apo",
@@ -131,6 +131,7 @@ def hi_agent(
         group_ids=group_ids,
     )  # fmt: skip
     check(len(weights) == 3, "weights: expected 3 numbers (format, execution, future), got {}", len(weights))
+    check_finite(**{f"weights[{at}]": weight for at, weight in enumerate(weights)})
     exact = sum((w * part.double() for w, part in zip(weights, parts, strict=True)), start=0 * parts[0].double())
     return grpo(as_advantages(exact, format_rewards, backend), group_ids, eps=eps, backend=backend)
 
@@ -199,6 +200,7 @@ def hi_grpo(
         "stage_rewards: expected shape [2, S] (plan and detail), got {}",
         list(stage_rewards.shape),
     )
+    check_finite(carry=carry)
     plan, detail = stage_rewards
     check_units(stage_rewards=plan, group_ids=group_ids)
     together = as_advantages(plan.double() + carry * detail.double(), stage_rewards, backend)

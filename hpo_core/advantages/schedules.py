@@ -10,7 +10,7 @@ from ..checks import check, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import grpo
-from .terms import as_advantages, estimator, members_of
+from .terms import as_advantages, check_finite, estimator, members_of
 
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)
@@ -44,7 +44,7 @@ def craft_gui(
     tensor([ 0.0000,  1.0000, -1.0000])
     """
     check_units(rule_rewards=rule_rewards, judged_rewards=judged_rewards, group_ids=group_ids, mask=mask)
-    check(-math.inf < judge_weight < math.inf, "judge_weight: expected a finite number, got {}", judge_weight)
+    check_finite(judge_weight=judge_weight)
     worth = rule_rewards.double() + judge_weight * judged_rewards.double()
     return grpo(as_advantages(worth, rule_rewards, backend), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 

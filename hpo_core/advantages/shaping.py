@@ -10,7 +10,7 @@ from ..checks import check, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import grpo
-from .terms import as_advantages, estimator, grouped, known, scorable
+from .terms import as_advantages, check_finite, estimator, grouped, known, scorable
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -47,6 +47,7 @@ def icpo(
     """
     check_units(rewards=rewards, group_ids=group_ids, is_steered=is_steered, mask=mask)
     check(0 <= progress <= 1, "progress: expected a number in [0, 1], got {}", progress)
+    check_finite(bonus=bonus, threshold=threshold)
     right = rewards > threshold
     shaped = torch.where(is_steered & right, rewards.double() + bonus * (1 - progress), rewards.double())
     if rejected:
@@ -90,6 +91,7 @@ def adora(
     tensor([ 0.0707, -0.0707])
     """
     check_units(rewards=rewards, group_ids=group_ids, lengths=lengths, is_correct=is_correct, mask=mask)
+    check_finite(damping=damping)
     scored = scorable(rewards, mask)
     right = statistics(lengths, group_ids, mask=scored & is_correct, backend=backend)
     wrong = statistics(lengths, group_ids, mask=scored & ~is_correct & (lengths < cutoff), backend=backend)

@@ -201,6 +201,12 @@ def check_eps(eps: float) -> None:
     check(0 <= eps < math.inf, "eps: expected a finite number >= 0, got {}", eps)
 
 
+def check_finite(**given: float) -> None:
+    """Numbers that make rewards: with one that is NaN no unit would have a reward, and all would get 0."""
+    for name, number in given.items():
+        check(-math.inf < number < math.inf, "{}: expected a finite number, got {}", name, number)
+
+
 def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **units: torch.Tensor | None) -> list[float]:
     """The weights of several rewards ``[C, U]``; 1 each by default. ``units``: what else there is of units."""
     check_floating("rewards", rewards)

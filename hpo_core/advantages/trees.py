@@ -13,7 +13,7 @@ from ..segments import chains, dense_ids, statistics
 from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
 from .returns import once
-from .terms import Term, among, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
+from .terms import Term, among, as_advantages, check_finite, combine, estimator, grouped, keeps_singletons, scorable
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -159,7 +159,7 @@ def treepo_segments(
 
     Args:
         prefix_ids: one ``[S]`` per depth, from the root (the prompt) on: what names the prefix of each leaf. All leaves
-            have the same depth.
+            have the same depth: one that lacks its deepest prefix (a negative id) is below no node, and gets 0.
         lengths: ``[D, S]`` floating point, tokens of each segment: whitens over them, as the authors do. None: not.
         decay: 1 in the authors' code, where it is the exponent's base; the segments of a leaf then add up to its worth.
 
@@ -178,15 +178,15 @@ def treepo_segments(
         centred = (rewards.double() - table.least) - (table.mean - table.least)
         worth, number = worth + table.members * torch.where(scored, centred, 0.0), number + table.members
     values = [as_advantages(worth / (1 + number), rewards, backend)]
+    member = grouped(scored, nodes[-1])  # a leaf that lacks its deepest prefix is below no node
     weights = None
     for ids in reversed(nodes[1:]):  # children count once, whatever is below them
-        table = statistics(values[0], ids, weights=weights, mask=scored, backend=backend)
+        table = statistics(values[0], ids, weights=weights, mask=member, backend=backend)
         values.insert(0, as_advantages(table.mean, rewards, backend))  # that of one child is its value, to the bit
-        weights = once(chains(among(ids, scored)))
+        weights = once(chains(among(ids, member)))
     values.insert(0, torch.zeros_like(values[0]))
     depths = len(nodes)
     exact = [values[d + 1].double() - decay ** (depths - d) * values[d].double() for d in range(depths)]
-    member = grouped(scored, nodes[-1])
     segments = as_advantages(torch.where(member, torch.stack(exact), 0.0), rewards, backend)
     if lengths is None:
         return segments
@@ -231,6 +231,7 @@ def mars2(
     """
     check_places("parents", parents, rewards)
     check_units(rewards=rewards, group_ids=group_ids, tree_ids=tree_ids)
+    check_finite(shaping=shaping, siblings=siblings)
     in_place = check_compat(compat)
     lost = parents >= rewards.numel()
     own = among(parents, ~lost)  # a place below N: adding 1 cannot overflow

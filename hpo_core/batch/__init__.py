@@ -1,7 +1,7 @@
 """How tokens form rows, and rows form the levels above them."""
 
 from .cuts import MicroBatch
-from .hierarchy import Hierarchy, LeafTables, alone_without, first_of_each, renumber, row_at, row_counts
+from .hierarchy import Hierarchy, LeafTables, alone_without, first_ranges, renumber, row_at, row_counts
 from .packed import PackedBatch, as_batch
 from .padded import takes_padded
 
@@ -12,7 +12,7 @@ __all__ = [
     "PackedBatch",
     "alone_without",
     "as_batch",
-    "first_of_each",
+    "first_ranges",
     "renumber",
     "row_at",
     "row_counts",

@@ -94,6 +94,14 @@ def alone_without(ids: torch.Tensor, finer: torch.Tensor | None = None) -> torch
     return torch.where(ids < 0, -1 - own, ids)
 
 
+def first_ranges(batch: PackedBatch) -> torch.Tensor:
+    """The first range with the step id of each range, ``[N]`` int64; one without a name or tokens is its own."""
+    if batch.step_ids is None:
+        return torch.arange(batch.num_steps or 0, device=batch.device)
+    begin, end = batch.step_ranges()
+    return first_of_each(alone_without(torch.where(begin < end, batch.step_ids, -1)))
+
+
 def row_at(batch: PackedBatch, token: torch.Tensor) -> torch.Tensor:
     """The row of each of these tokens, int64; the number of rows for one behind the last. Empty rows hold no token."""
     return torch.searchsorted(batch.cu_seqlens[1:].contiguous(), token, right=True)

@@ -12,7 +12,7 @@ from ..arguments import examines
 from ..checks import check, check_device, check_real, check_shape, examined, require_type
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
-from .hierarchy import Hierarchy, LeafTables, hierarchy_of, row_at, row_counts, trajectories_of
+from .hierarchy import Hierarchy, LeafTables, first_ranges, hierarchy_of, row_at, row_counts, trajectories_of
 from .levels import at_level
 from .structure import check_structure, checked_tensors
 
@@ -317,10 +317,13 @@ class PackedBatch:
 
     @examines
     def spread_steps(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of steps ``[N]`` at their tokens ``[T]``; 0 outside all steps."""
+        """Values of steps ``[N]`` at their tokens ``[T]``; 0 outside all steps. A step of several ranges (equal
+        ``step_ids``) has the value of its first."""
         check_shape("values", values, (self.num_steps or 0,), "[N] (one per step)")
         check_device("values", values, self.device, "the batch")
         check_real("values", values)
+        if self.step_ids is not None:
+            values = values[self.once(first_ranges)]
         return torch.cat((values, values.new_zeros(1)))[self.once(PackedBatch.step_of_token)]  # -1: the zero at the end
 
     def of_level(
@@ -341,11 +344,15 @@ class PackedBatch:
 
     def ids_of_steps(self) -> dict[str, torch.Tensor]:
         """``group_ids`` and ``trajectory_ids`` of every step ``[N]``, as estimators of steps take them. Without group
-        ids the batch is one group, without trajectory ids each row is a trajectory.
+        ids the batch is one group, without trajectory ids each row is a trajectory. A range without tokens has -1, as
+        have all ranges of a step (equal ``step_ids``) but its first, which stands for the step: it has its reward.
 
         A negative trajectory id is a name in a batch but means none in an estimator, so ids lose their sign bit.
         """
         row = self.row_of_step()
+        if self.step_ids is not None:
+            first = self.once(first_ranges)
+            row = torch.where(first == torch.arange(first.numel(), device=first.device), row, -1)
         ids = {"group_ids": self.group_ids, "trajectory_ids": self.trajectory_ids}
         default = {"group_ids": torch.zeros_like(row), "trajectory_ids": row}
         found = {name: default[name] if of is None else of[row.clamp(min=0)] for name, of in ids.items()}

@@ -14,7 +14,7 @@ import torch
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, known
 from ..arguments import check_compat
-from ..batch import PackedBatch, alone_without, first_of_each, row_counts
+from ..batch import PackedBatch, first_ranges, row_counts
 from ..checks import check, check_rows, check_units
 from ..gates.inputs import of_row
 from ..segments import chains, statistics
@@ -127,7 +127,7 @@ def empg(
     check_rows(batch, advantages=advantages)
     check(batch.num_steps is not None, "batch: expected one with steps; pass cu_steps or steps to PackedBatch")
     given = read(batch, entropy=entropy)
-    first = _first_ranges(batch)  # they stand for their steps, and other ranges have no mean
+    first = first_ranges(batch)  # they stand for their steps, and other ranges have no mean
     step = of_row(first, batch.step_of_token(), -1)
     mean = means_of_segments(given.values, step, batch.num_steps or 0, given.usable, backend)
     usable = torch.isfinite(mean)
@@ -136,20 +136,12 @@ def empg(
     h = torch.where(usable & (span > 0), (mean - ends.least) / span, 0.0)
     own = torch.exp(-k * h)
     g = own / statistics(own.to(given.dtype), None, mask=usable, backend=backend).mean
-    is_first = first == torch.arange(first.numel(), device=first.device)
-    steps = chains(torch.where(is_first, batch.ids_of_steps()["trajectory_ids"], -1))
+    steps = chains(batch.ids_of_steps()["trajectory_ids"])
     f = steps.unsorted(steps.following(steps.sorted(torch.where(usable, torch.exp(-k_next * h), 0.0))))
     of_step = of_row(advantages.double(), batch.row_of_step(), 0.0)
     shaped = torch.where(usable, of_step * g + zeta * f, 0.0)
     centre = statistics(shaped.to(given.dtype), None, mask=usable & torch.isfinite(shaped), backend=backend).mean
     return as_advantages(known(torch.where(usable, shaped - centre, 0.0))[first], advantages, backend)
-
-
-def _first_ranges(batch: PackedBatch) -> torch.Tensor:
-    """The first range with the step id of each range, ``[N]`` int64; a range without a name is a step of its own."""
-    if batch.step_ids is None:
-        return torch.arange(batch.num_steps or 0, device=batch.device)
-    return first_of_each(alone_without(batch.step_ids))
 
 
 @preset(Provenance.VERIFIED, level="token")

@@ -1,7 +1,8 @@
 """verl's fused head with :func:`hpo_core.linear_token_logprobs` in it, or with a model's own logits before it.
 
 Importing :mod:`hpo_core.integrations.verl`, which verl does by itself, gives two more values to
-``fused_kernel_options.impl_backend``; ``use_fused_kernels=True`` with one of them selects it.
+``fused_kernel_options.impl_backend``; ``use_fused_kernels=True`` with one of them selects it. Nothing of verl is
+imported with this module: verl would import :mod:`hpo_core.integrations.verl`, and that this half of a module.
 """
 
 from __future__ import annotations
@@ -14,11 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from verl.models.transformers import monkey_patch  # type: ignore[import-not-found,unused-ignore]
-from verl.models.transformers.dense_common import (  # type: ignore[import-not-found,unused-ignore]
-    CausalLMOutputForPPO,
-)
-from verl.utils.experimental import torch_functional  # type: ignore[import-not-found,unused-ignore]
 
 from ..checks import check
 from ..linear_logprobs import linear_token_logprobs
@@ -32,6 +28,8 @@ def install_loss_head() -> None:
     verl's FSDP engine asks one function for the forward pass of a model with fused kernels, by that name. Models of
     other names, and the classes of all models, stay as they are.
     """
+    from verl.models.transformers import monkey_patch  # type: ignore[import-not-found,unused-ignore]
+
     verls = monkey_patch.patch_forward_with_backends
 
     @functools.wraps(verls)
@@ -52,6 +50,8 @@ def install_loss_head() -> None:
 
 def _from_hidden_states(model: Any, verls: Callable[..., None]) -> Callable[..., Any]:
     """verl's forward pass with its own fused kernel, whose place ours takes meanwhile."""
+    from verl.utils.experimental import torch_functional  # type: ignore[import-not-found,unused-ignore]
+
     head, kind = _Head(model), type(model)
     own = kind.forward
     try:
@@ -120,6 +120,10 @@ def _logit_scale(config: Any) -> float:
 
 def _from_logits(model: Any, _: Callable[..., None]) -> Callable[..., Any]:
     """The model's own forward pass, whose logits make room for their gradient."""
+    from verl.models.transformers.dense_common import (  # type: ignore[import-not-found,unused-ignore]
+        CausalLMOutputForPPO,
+    )
+
     own = type(model).forward
 
     @functools.wraps(own)

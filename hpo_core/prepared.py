@@ -25,7 +25,7 @@ from .checks import (
 from .corrections import corrected
 from .entropy import EntropyWindow, Selection, WindowState
 from .entropy.selection import checked_selection, selected_tokens, shaped_advantages
-from .entropy.window import check_scorer
+from .entropy.window import check_scorer, rounded_as
 from .gates import Channel, GateInputs, RatioGate
 from .kl import KLPenalty
 from .metrics import Metrics
@@ -313,7 +313,8 @@ def _compared(
         threshold = window.fit_score(score, backend=backend)
     if isinstance(threshold, WindowState):
         check_scorer(window, threshold, score, backend)
-        threshold = threshold.threshold
+        threshold = examined("threshold", threshold.threshold, "[1] (what window.fit returned)")
+        score = rounded_as(score, threshold).to(score.dtype)
     return score, threshold, window.strict
 
 

@@ -214,6 +214,10 @@ def by_default_with_a_window(batch, logp, old, advantages):
     hpo.hierarchical_policy_loss(logp, old, advantages, batch, weights=weights, window=window, entropy=old.abs())
 
 
+def by_default_with_a_selection(batch, logp, old, advantages):
+    hpo.entropy.forking_tokens("0.5").selection(old.abs(), batch)
+
+
 def unsaid(batch, *_):
     aggregation.token_mean(batch, process_group=dist.group.WORLD)
 
@@ -236,6 +240,7 @@ def averaged_of_this_rank(batch, *_):
         (by_default, "weights: 2 ranks are initialised, .*gradient_reduction='mean'"),
         (by_default_in_the_single_call, "weights: 2 ranks are initialised"),
         (by_default_with_a_window, r"threshold: 2 ranks are initialised, .*=window\.fit\(.*process_group="),
+        (by_default_with_a_selection, r"state: 2 ranks are initialised, .*=window\.fit\(.*process_group="),
         (unsaid, "gradient_reduction: 2 ranks are initialised: .*'mean' if the engine averages gradients"),
         (unsaid_total, "gradient_reduction: 2 ranks"),
         (of_this_rank, "gradient_reduction: 2 ranks .* pass process_group="),

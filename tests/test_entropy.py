@@ -8,6 +8,7 @@ import pickle
 from fractions import Fraction
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from breadth import at_length, at_most, few, tried  # noqa: F401 (the first is a fixture)
@@ -497,6 +498,28 @@ def test_thresholds_of_one_token_windows_serve_every_backend(native_backends):
     state = window.fit(values, batch)
     for backend in native_backends:
         assert torch.equal(window.apply(values, batch, state, backend=backend), window.apply(values, batch, state))
+
+
+def test_values_are_compared_in_the_precision_of_their_threshold():
+    """A threshold that is rounded up to float32, as it is over ranks, loses no token of the float64 reference."""
+    values, batch = torch.tensor([0.6040545404352367, 0.1], dtype=torch.float64), hpo.PackedBatch.from_lengths([2])
+    window = forking_tokens("0.5")
+    state = window.fit(values, batch)
+    assert state.threshold.double() > values[0]
+    given = {"batch": batch, "backend": "reference"}
+    assert window.apply(values, state=state, **given).tolist() == [True, False]
+    selection = window.selection(values, state=state, **given)
+    for how in ({"window": window, "entropy": values, "threshold": state}, {"selection": selection}):
+        out = hpo.policy_loss(values.new_zeros(2), None, values.new_ones(1), **given, **how)
+        assert out.metrics["selected"] == 1
+
+
+def test_offsets_of_numpy(backend):
+    values, batch = worked(backend)
+    window = EntropyWindow("numpy", Fraction(1, 2), np.int64(0), np.int32(3))
+    assert window == EntropyWindow("numpy", Fraction(1, 2), 0, 3) and type(window.last) is int
+    given = {"batch": batch, "backend": backend}
+    assert torch.equal(window.score(values, **given), ares(4).score(values, **given))
 
 
 def test_a_state_remembers_its_scorer_wherever_it_goes(tmp_path):

@@ -288,6 +288,21 @@ ERRORS = [
     (lambda: E.hapo(H7.bfloat16(), SEVEN), TypeError, "entropy: expected dtype float32 or float64, got bfloat16; 16"),
     (lambda: E.hapo(H7[:3], SEVEN), ValueError, r"entropy: expected shape \[T\]"),
     (lambda: E.entropy_advantage(torch.ones(1), H7, SEVEN, kappa=0.5), ValueError, "kappa: expected a number >= 1"),
+    (
+        lambda: E.entropy_advantage(torch.ones(1), H7, SEVEN, alpha=-0.4),
+        ValueError,
+        "alpha: expected a number >= 0, got -0.4; below, the entropy would turn signs",
+    ),
+    (
+        lambda: E.epo(H7, SEVEN, torch.ones(1), H7, kappa=(1.2, 0.8)),
+        ValueError,
+        r"kappa: expected low <= high, got \(1.2, 0.8\)",
+    ),
+    (
+        lambda: E.aepo_ruc(H7, SEVEN, state=E.fit_scopes(H7, torch.arange(7) // 4)),
+        ValueError,
+        "state: expected the table of one scope, from fit_scopes without ids, got 8 entries",
+    ),
     (lambda: E.steer(H7, SEVEN, least=0.0), ValueError, r"least: expected a weight in \(0, 1\], got 0.0"),
     (
         lambda: E.ares_kappa(H7, H7, budget=1.0, rate=0.1, least=2.0, most=1.0),
@@ -310,6 +325,11 @@ ERRORS = [
         "delta: expected a number >= 0, got -0.001",
     ),
     (lambda: E.trl_coefficient(H7[0], H7[0], most=-1.0), ValueError, "most: expected a number >= 0, got -1.0"),
+    (
+        lambda: E.skywork_coefficient(H7[0], H7[0], least=0.01),
+        ValueError,
+        r"least: expected a coefficient from 0 to 0.005 \(most\), got 0.01",
+    ),
     (lambda: E.fit_pivot(H7, SEVEN, "80%"), TypeError, "quantile: expected a number, .*; write 0.8"),
 ]
 

@@ -177,6 +177,7 @@ def test_controllers():
     trl = E.trl_coefficient(torch.tensor(0.01), torch.tensor(0.25), target=0.25)
     assert trl.state.item() == pytest.approx(0.015) == trl.coefficient.item()
     assert E.skywork_coefficient(torch.tensor(0.005), torch.tensor(0.0)).state.item() == pytest.approx(0.005)
+    assert E.trl_coefficient(torch.tensor(0.25), torch.tensor(1.0), delta=0.125, least=0.25).state.item() == 0.25
     found = E.entropic(torch.tensor(1.0), torch.tensor(1.5), target=1.0, proportional=2.0, integral_gain=4.0)
     assert (found.state.item(), found.coefficient.item()) == (0.5, 1.0)
 
@@ -298,7 +299,10 @@ def test_shares_of_tokens_are_short_fractions(backend):
     entropy, advantages = torch.linspace(0.1, 2, 1600, device=place), torch.ones(1, device=place)
     assert E.d3s_tokens(entropy, advantages, batch, share=share, backend=backend).mask.sum().item() == 374
     for call in (E.d3s_tokens, E.hicra_tokens):
-        with pytest.raises(ValueError, match=r"share: expected a short decimal or a Fraction, got 0.3333.*'1/3'"):
+        with pytest.raises(
+            ValueError,
+            match=r"share: expected a short decimal or a Fraction, got 0.3333.*'1/3', or round what a schedule",
+        ):
             call(entropy, advantages, batch, share=1 / 3, backend=backend)
 
 

@@ -473,6 +473,10 @@ def test_of_fewer_values_than_k_all_are_taken(backend, scope):
         (lambda v, b: quantiles(v, b, "0.5", scope="group"), "scope: 'group' needs group_ids in the batch"),
         (lambda v, b: quantiles(v, b, "0.5", scope="step"), "scope: 'step' needs steps in the batch"),
         (lambda v, b: quantiles(v, b, "0.5", scopes=3), "scopes: it is the number of scopes that ids name"),
+        (
+            lambda v, b: quantiles(v, b, "0.5", scope="call", scopes=3),
+            "scopes: it is the number of scopes that ids name",
+        ),
         (lambda v, b: quantiles(v[:4], b, "0.5"), r"values: expected shape \[T\]"),
         (lambda v, b: quantiles(v.half(), b, "0.5"), "values: expected dtype float32"),
         (lambda v, b: top_k(v, b, -1), "k: expected a count >= 0, got -1"),

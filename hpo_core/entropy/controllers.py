@@ -35,10 +35,11 @@ def skywork_coefficient(
     *,
     target: float = 0.2,
     delta: float = 1e-4,
+    least: float = 0.0,
     most: float = 0.005,
 ) -> ControlledCoefficient:
     """Skywork-OR1: the coefficient grows by ``delta`` while the entropy is below its target and shrinks above, within
-    ``[0, most]``; the bonus counts below the target only (repository SkyworkAI/Skywork-OR1).
+    ``[least, most]``; the bonus counts below the target only (repository SkyworkAI/Skywork-OR1).
 
     Args:
         coefficient: 0-dim, the state; 0 at the start.
@@ -51,12 +52,18 @@ def skywork_coefficient(
     ControlledCoefficient(state=tensor(1.0000e-04), coefficient=tensor(1.0000e-04))
     """
     _check_scalars(coefficient=coefficient, entropy=entropy)
-    return _stepped(coefficient, entropy, entropy < target, delta, most)
+    return _stepped(coefficient, entropy, entropy < target, delta, least, most)
 
 
 @preset(Provenance.VERIFIED)
 def trl_coefficient(
-    coefficient: torch.Tensor, entropy: torch.Tensor, *, target: float = 0.2, delta: float = 0.005, most: float = 1.0
+    coefficient: torch.Tensor,
+    entropy: torch.Tensor,
+    *,
+    target: float = 0.2,
+    delta: float = 0.005,
+    least: float = 0.0,
+    most: float = 1.0,
 ) -> ControlledCoefficient:
     """TRL's variant of :func:`skywork_coefficient`: it grows and counts at the target, too, and steps are larger.
 
@@ -67,16 +74,17 @@ def trl_coefficient(
     ControlledCoefficient(state=tensor(0.0150), coefficient=tensor(0.0150))
     """
     _check_scalars(coefficient=coefficient, entropy=entropy)
-    return _stepped(coefficient, entropy, entropy <= target, delta, most)
+    return _stepped(coefficient, entropy, entropy <= target, delta, least, most)
 
 
 def _stepped(
-    coefficient: torch.Tensor, entropy: torch.Tensor, grows: torch.Tensor, delta: float, most: float
+    coefficient: torch.Tensor, entropy: torch.Tensor, grows: torch.Tensor, delta: float, least: float, most: float
 ) -> ControlledCoefficient:
     check(delta >= 0, "delta: expected a number >= 0, got {}", delta)
     check(most >= 0, "most: expected a number >= 0, got {}", most)
+    check(0 <= least <= most, "least: expected a coefficient from 0 to {} (most), got {}", most, least)
     old = coefficient.detach()
-    moved = torch.where(grows, old + delta, old - delta).clamp(0.0, most)
+    moved = torch.where(grows, old + delta, old - delta).clamp(least, most)
     seen = torch.isfinite(entropy)
     return ControlledCoefficient(torch.where(seen, moved, old), torch.where(seen & grows, moved, 0.0))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..arguments import check_compat
+from ..arguments import check_compat, check_pair
 from ..batch import PackedBatch, row_counts
 from ..checks import check, check_device, check_precise, check_rows, check_scalar, check_tokens
 from ..distributed import sum_in_order
@@ -27,6 +27,9 @@ def mean_entropy(entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tenso
     Args:
         entropy: ``[T]`` in nats, with its graph.
         weights: ``[S]`` from :mod:`hpo_core.aggregation`.
+
+    Traps: every valid token counts, whatever the loss selects. TRL's bonus is the mean over the selected tokens: pass
+    ``torch.where(mask, entropy, 0.0)`` with ``token_mean(batch, selected=mask)``.
 
     >>> entropy = torch.tensor([0.5, 1.5], requires_grad=True)
     >>> mean_entropy(entropy, PackedBatch.from_lengths([2]), torch.tensor([0.5])).item()
@@ -97,6 +100,8 @@ def epo(
     check_precise("history", history, "use history.float()")
     check(history.dim() == 1, "history: expected shape [K] (one per step), got {}", list(history.shape))
     check_device("history", history, batch.device, "the batch")
+    check_pair("kappa", kappa, "(low, high)")
+    check(kappa[0] <= kappa[1], "kappa: expected low <= high, got {}", kappa)
     is_code = check_compat(compat)
     values, usable = _differentiable(entropy, batch)
     bonus = _summed(values, usable, batch, weights, entropy.dtype)

@@ -20,6 +20,7 @@ from .masks import opened
 from .penalties import entropy_band
 from .scopes import exact_fraction
 from .selection import Selection
+from .shaping import check_bonus
 from .signals import preset, read
 from .statistics import means_of_segments
 from .window import EntropyWindow, WindowState
@@ -152,7 +153,7 @@ def funrl(
     """
     check_rows(batch, advantages=advantages)
     check_tokens(batch, mask=mask)
-    check(kappa >= 1, "kappa: expected a number >= 1, got {}; below, the entropy would turn signs", kappa)
+    check_bonus(alpha, kappa)
     given = read(batch, entropy=entropy)
     mean = means_of_segments(given.values, batch.row_of_token(), batch.rows, given.usable & mask, backend)
     own = advantages.detach().double()

@@ -98,7 +98,8 @@ def quantiles(
             such as difficulty buckets; a negative id means none.
         scopes: the number C of scopes that ids name, 0 to C - 1, of which some may be empty. Default: as many as rows.
         rule: ``CEIL``, ``FLOOR`` and ``NEAREST`` are one of the values; ``LINEAR`` interpolates as NumPy does.
-        expand: the threshold of each token's scope, in the shape of ``values``, NaN in no scope.
+        expand: the threshold of each token's scope, in the shape of ``values``; NaN in no scope, except that
+            ``"call"`` gives its own to every token.
         process_group: the ranks that share the scopes, with equal ids for equal scopes; the values of all of them
             count. C is then the number of different ids; rows, and steps without ids, stay with their rank.
 
@@ -117,7 +118,7 @@ def quantiles(
     q = exact_fraction("quantile", quantile).as_integer_ratio()
     if _stays_with_its_rank(batch, scope):
         process_group = None
-    if isinstance(scope, str) and scope == "call" and process_group is None:
+    if isinstance(scope, str) and scope == "call" and scopes is None and process_group is None:
         thresholds = _quantile_of_call(flat, batch, q, rule, backend)
         return thresholds.expand(values.shape) if expand else thresholds
     scoping = _scoping(batch, scope, scopes, process_group)
@@ -199,7 +200,13 @@ def exact_fraction(name: str, value: str | Fraction | float) -> Fraction:
     # The Dynamo of torch 2.10 compares no number with a Fraction.
     check(0 <= fraction.numerator <= fraction.denominator, "{}: expected a fraction in [0, 1], got {}", name, value)
     short = fraction.denominator <= LARGEST_DENOMINATOR
-    check(short, "{}: expected a short decimal or a Fraction, got {}; write it as a string, such as '1/3'", name, value)
+    check(
+        short,
+        "{}: expected a short decimal or a Fraction, got {}; write it as a string, such as '1/3', or round what a "
+        "schedule computes to six digits",
+        name,
+        value,
+    )
     return fraction
 
 

@@ -118,7 +118,8 @@ def checked_selection(
     )
     check(
         selection.kl_weight is None or kl is not None,
-        "selection: its kl_weight is a factor on the penalty of the loss, got none; pass kl= and ref_logp=",
+        "selection: its kl_weight is a factor on the penalty of the loss, got none; pass kl= and ref_logp=, "
+        "or drop the factor with selection._replace(kl_weight=None)",
     )
     if selection.bounds is None:
         return selection, gate_inputs

@@ -29,6 +29,12 @@ def statistics_of(signal: Signal, state: ScopeStatistics | None, backend: str | 
     return fit_scopes(signal.values.to(signal.dtype), mask=signal.usable, backend=backend)
 
 
+def check_bonus(alpha: float, kappa: float) -> None:
+    """Check the numbers of a bonus ``min(alpha H, |A| / kappa)``, with which no advantage changes its sign."""
+    check(alpha >= 0, "alpha: expected a number >= 0, got {}; below, the entropy would turn signs", alpha)
+    check(kappa >= 1, "kappa: expected a number >= 1, got {}; below, the entropy would turn signs", kappa)
+
+
 @preset(Provenance.PAPER)
 def entropy_advantage(
     advantages: torch.Tensor,
@@ -44,7 +50,7 @@ def entropy_advantage(
 
     Args:
         entropy: ``[T]`` in nats, of the current or the old policy.
-        alpha: 0.4, the paper's for GRPO; for PPO 0.1 is reported.
+        alpha: at least 0; 0.4, the paper's for GRPO; for PPO 0.1 is reported.
         kappa: 2. Above 1 no sign changes: ``|A'| >= (1 - 1 / kappa) |A|``.
 
     Traps: ``kappa = 1``, a baseline of others, takes mistakes of high entropy out of the loss.
@@ -53,7 +59,7 @@ def entropy_advantage(
     >>> entropy_advantage(*given).advantage_addend
     tensor([0.0200, 0.2000, 0.5000])
     """
-    check(kappa >= 1, "kappa: expected a number >= 1, got {}; below, the entropy would turn signs", kappa)
+    check_bonus(alpha, kappa)
     given = read(batch, entropy=entropy)
     most = advantages_of_tokens(advantages, batch, advantage_level).abs() / kappa
     addend = two_knot(given.values, low=(0.0, alpha), high=(0.0, alpha), most=most)

@@ -53,7 +53,11 @@ class ScopeStatistics(NamedTuple):
         check_units(ids=numbers.pop("ids"), **numbers)
         check(self.ids.numel() > 0, "state: expected the table that fit_scopes returned, got one without entries")
         if ids is None:
-            ids = torch.zeros_like(self.ids[:1])
+            count = self.ids.numel()
+            check(
+                count == 1, "state: expected the table of one scope, from fit_scopes without ids, got {} entries", count
+            )
+            ids = torch.zeros_like(self.ids)
         check_dtype("ids", ids, INTEGERS, "renumber or hash them to int64 first")
         check_device("ids", ids, self.ids.device, "the statistics")
         place = torch.searchsorted(self.ids, ids.to(torch.int64).contiguous())

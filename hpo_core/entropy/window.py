@@ -19,7 +19,7 @@ from ..backends import choice, is_reference
 from ..batch import PackedBatch, as_batch
 from ..checks import check, check_precise, check_shape, require_type
 from ..specs import INDEX_RULES, OrderRule, Provenance
-from .aggregates import BOUNDARIES, INVALID, check_offsets, flat_values
+from .aggregates import BOUNDARIES, INVALID, Window, flat_values
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
 from .selection import Selection
@@ -74,9 +74,9 @@ class EntropyWindow:
     provenance: Provenance | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_offsets(self.first, self.last)
-        check_choice("boundary", self.boundary, BOUNDARIES)
-        check_choice("invalid", self.invalid, INVALID)
+        window = Window(self.first, self.last, "mean", self.boundary, self.invalid)  # which checks them
+        for name in ("first", "last"):  # kernels take no integer of NumPy
+            object.__setattr__(self, name, getattr(window, name))
         check_member("rule", self.rule, OrderRule)
         check_flag("strict", self.strict)
         is_exact = isinstance(self.quantile, Fraction)
@@ -162,6 +162,7 @@ class EntropyWindow:
         batch = as_batch(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         check_scorer(self, state, values, backend)
+        values = rounded_as(values, state.threshold)
         threshold = _threshold(state.threshold, values)
         return ops.select(values, threshold, self.strict, backend, mask, cu_seqlens).reshape(entropy.shape)
 
@@ -176,10 +177,15 @@ class EntropyWindow:
     ) -> Selection:
         """The same tokens as one value for ``selection=`` of the loss, which compares score and threshold itself.
 
-        ``state=None`` fits on this batch. It equals ``window=`` and ``threshold=`` of the loss, and merges with others.
+        ``state=None`` fits on this batch, which is then the whole optimiser step, unless the window has
+        ``scope="call"``. It equals ``window=`` and ``threshold=`` of the loss, and merges with others.
+
+        Traps: its ``mask`` is None, because the loss compares score and threshold. For denominators take
+        ``token_mean(batch, selected=selection.as_mask().mask)``: ``selected=None`` counts all tokens.
 
         Raises:
-            ValueError: as :meth:`apply`.
+            ValueError: as :meth:`apply`; and without ``state`` where the batch is known to be less than the step: a
+                part of a larger batch, or the share of one of several ranks.
 
         >>> window, batch = forking_tokens("0.5"), PackedBatch.from_lengths([4])
         >>> window.selection(torch.tensor([0.1, 0.9, 0.5, 0.7]), batch).as_mask().mask
@@ -188,8 +194,10 @@ class EntropyWindow:
         batch = as_batch(batch)
         score = self.score(entropy, batch, backend=backend)
         if state is None:
+            self._check_is_step(batch)
             state = self.fit_score(score, backend=backend)
         check_scorer(self, state, score, backend)
+        score = rounded_as(score, state.threshold)
         threshold = _threshold(state.threshold, score)
         return Selection(score=score.reshape(entropy.shape), threshold=threshold, strict=self.strict)
 
@@ -211,6 +219,25 @@ class EntropyWindow:
             selected = selected.reshape(entropy.shape)
         population, errors = counts.narrow(0, 0, 1), counts.narrow(0, 1, 1)  # split takes half as long again
         return WindowState(threshold, population, errors, _scorer(self, values, backend)), selected
+
+    def _check_is_step(self, batch: PackedBatch) -> None:
+        if self.scope == "call":
+            return
+        check(
+            not batch.is_part,
+            "state: this batch is a part of a larger one, and the window {!r} selects over the whole; pass "
+            "state=window.fit(entropy, batch) of the whole, or build the window with scope='call'",
+            self.name,
+        )
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        ranks = torch.distributed.get_world_size() if is_distributed else 1
+        check(
+            ranks == 1,
+            "state: {} ranks are initialised, and the window {!r} selects over all of them; pass state=window.fit("
+            "entropy, batch, process_group=torch.distributed.group.WORLD), or build the window with scope='call'",
+            ranks,
+            self.name,
+        )
 
     def _fit_over_ranks(
         self, score: torch.Tensor, group: torch.distributed.ProcessGroup, backend: str | None
@@ -305,6 +332,11 @@ def _scorer(window: EntropyWindow, values: torch.Tensor, backend: str | None) ->
 
 def _chosen(values: torch.Tensor) -> str:
     return "" if ops.is_traced(values) else choice("entropy", str(values.device))
+
+
+def rounded_as(values: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """The values in the precision of the threshold, which is one of them: over ranks, float32 in the reference, too."""
+    return values.float() if threshold.dtype is torch.float32 else values
 
 
 def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

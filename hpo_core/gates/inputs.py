@@ -256,7 +256,7 @@ def clip_cov_mask(
     same seed and batch give the same tokens.
 
     Args:
-        seed: any integer; give every optimiser step its own.
+        seed: any integer; give every micro-batch and every rank its own: one seed draws equal places of two batches.
         share, low, high: 2e-4, 1 and 5 as in verl (arXiv 2505.22617).
         eps_low, eps_high: those of the gate.
         advantage_level: as in :func:`~hpo_core.policy_loss`.
@@ -287,8 +287,11 @@ def kl_cov_mask(
     advantage_level: str | None = None,
 ) -> GateInputs:
     """``gate_inputs`` for :func:`kl_cov`: the ``max(1, floor(share n))`` tokens of highest covariance pay (arXiv
-    2505.22617), of the n valid tokens with a finite advantage and log-probability. ``advantage_level``: as in
-    :func:`~hpo_core.policy_loss`.
+    2505.22617), of the n valid tokens with a finite advantage and log-probability.
+
+    Args:
+        share: 2e-4 as in verl; the paper takes 2e-3 for 7 billion parameters and 2e-4 for 32.
+        advantage_level: as in :func:`~hpo_core.policy_loss`.
 
     >>> batch = PackedBatch.from_lengths([2, 2])
     >>> kl_cov_mask(torch.tensor([-0.1, -6.0, -0.1, -5.0]), torch.tensor([2.0, -2.0]), batch).penalty_mask

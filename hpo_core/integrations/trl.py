@@ -131,6 +131,16 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         if advantage is not None:
             ids = ("trajectory_ids", "anchor_ids") if level == "step" else ("weights",)
             check_estimator("advantage", advantage, ("group_ids", *ids), "TRL")
+        require_type(
+            isinstance(self, GRPOTrainer),
+            "HPOMixin: expected trl.GRPOTrainer or a subclass of it behind it in the bases, got {}",
+            type(self).__bases__,
+        )
+        check(
+            gate is not None or super()._compute_loss.__func__ is GRPOTrainer._compute_loss,
+            "gate: {} computes a loss of its own, which this one replaces; say by which, such as gate=gates.gmpo()",
+            super()._compute_loss.__qualname__.removesuffix("._compute_loss"),
+        )
         require_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
         super().__init__(*args, **keywords)
         check(window is None or entropy is None, "entropy: it takes the place of window=, got both; drop one")

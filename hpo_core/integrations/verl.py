@@ -389,6 +389,7 @@ def _sapo(config: Any) -> RatioGate:
 
 def _dro(config: Any) -> RatioGate:
     beta = config.policy_loss.get("dro_beta", None)
+    check(beta is None or beta > 0, "dro_beta: expected a number > 0, got {}", beta)
     return _reading(gates.dro() if beta is None else gates.dro(beta), config, "dro_beta")
 
 

@@ -58,6 +58,13 @@ def test_a_text_names_windows_and_estimators():
         ("3", "expected a RatioGate"),
         ("inf", "expected a RatioGate"),
         ("gspo(eps_low=1.2)", "eps_low"),
+        ("gspo(eps_lo=3e-4)", r"^gate: gspo: .*'eps_lo'; it takes eps_low, eps_high, got 'gspo\(eps_lo=3e-4\)'"),
+        ("icepop(gate=gspo(1, 2, 3))", r"^gate: gspo: too many positional arguments; it takes eps_low"),
+        ("clip_cov_mask()", "^gate: clip_cov_mask: missing a required argument: 'logp'; it takes logp, old_logp"),
+        ("gspo(eps_low=3e-4, eps_low=4e-4)", "^gate: expected each argument once, got 'eps_low' twice"),
+        ("GSPO", "did you mean 'gspo'"),
+        ("hpo.gates.dapo()", "did you mean 'dapo'"),
+        ("hpo_gspo", "did you mean 'gspo'"),
     ],
 )
 def test_a_text_that_names_no_gate_is_refused(text, said):
@@ -68,6 +75,8 @@ def test_a_text_that_names_no_gate_is_refused(text, said):
 def test_an_estimator_takes_arguments_by_name():
     with pytest.raises(ValueError, match="by name"):
         named_estimator("grpo(1.0)")
+    with pytest.raises(ValueError, match=r"^advantage: grpo: .*'epsilon'; it takes rewards, group_ids, .*eps"):
+        named_estimator("grpo(epsilon=1.0)")
 
 
 def test_trl_asks_for_levels_but_for_the_one_mean_with_kernels_of_its_own():

@@ -109,11 +109,46 @@ def test_an_asked_backend_is_used(tmp_path):
 
 
 def test_a_wrong_clip_is_noticed(tmp_path):
-    trainer = build(hpo_trl.HPOTrainer, tmp_path, epsilon=0.21)
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": hpo.gates.ppo_clip(0.21, 0.21)})
     trainer.current_gradient_accumulation_steps = 1
-    trainer.epsilon_low = trainer.epsilon_high = 0.2
     with pytest.raises(AssertionError):
         assert_same_loss(trainer, *micro_batch())
+
+
+SCHEDULED = {"beta": 0.7, "epsilon_high": 0.05, "epsilon_low": 0.1, "top_entropy_quantile": 0.4, "loss_type": "bnpo"}
+
+
+def test_what_a_callback_changes_in_training_counts(tmp_path):
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, beta=0.1)
+    trainer.current_gradient_accumulation_steps = 1
+    assert_same_loss(trainer, *micro_batch())
+    for name, value in SCHEDULED.items():
+        setattr(trainer, name, value)
+        assert_same_loss(trainer, *micro_batch())
+    trainer.args.delta = 1.3
+    assert_same_loss(trainer, *micro_batch())
+    trainer.args.use_bias_correction_kl = False
+    assert_same_loss(trainer, *micro_batch())
+    trainer.importance_sampling_level = "sequence"
+    assert_same_loss(trainer, *micro_batch())
+    trainer.loss_type = "unheard of"
+    with pytest.raises(ValueError, match=r"^loss_type: expected one of"):
+        assert_same_loss(trainer, *micro_batch())
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [({"gate": hpo.gates.dapo()}, "epsilon_high"), ({"window": hpo.entropy.ares()}, "top_entropy_quantile")],
+)
+def test_a_change_that_an_argument_silences_is_refused(extra, name, tmp_path):
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra=extra)
+    setattr(trainer, name, 0.3)
+    with pytest.raises(ValueError, match=f"^{name}: changed from .* to 0.3 .*; {next(iter(extra))}= replaces it"):
+        trainer._compute_loss(None, {})
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra=extra, beta=0.1)
+    trainer.beta, trainer.current_gradient_accumulation_steps = 0.5, 1
+    loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, *micro_batch())
+    assert trainer._hpo.kl.beta == 0.5 and trainer._hpo.gate == extra.get("gate", trainer._hpo.gate)
 
 
 def test_no_valid_token_gives_a_zero_that_can_be_differentiated(tmp_path):

@@ -216,6 +216,21 @@ def test_the_list_of_estimators_is_what_is_accepted(tmp_path):
                                                                       supergroup_ids=None)})  # fmt: skip
 
 
+def test_a_loss_of_the_base_is_replaced_by_a_named_one_only(tmp_path):
+    class Own(trl.GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            raise AssertionError
+
+    mine = type("Mine", (hpo_trl.HPOMixin, Own), {})
+    with pytest.raises(ValueError, match=r"^gate: .*Own\b.* computes a loss of its own, which this one replaces"):
+        build(mine, tmp_path)
+    trainer = build(mine, tmp_path, extra={"gate": hpo.gates.dapo()})
+    trainer.current_gradient_accumulation_steps = 1
+    loss_of(mine._compute_loss, trainer, *micro_batch())
+    with pytest.raises(TypeError, match=r"^HPOMixin: expected trl\.GRPOTrainer or a subclass"):
+        type("Other", (hpo_trl.HPOMixin, trl.RLOOTrainer), {})()
+
+
 @pytest.mark.parametrize(
     "extra", [{"gate": "dapo"}, {"advantage": "grpo"}, {"window": 0.2}, {"gate_inputs": hpo.gates.GateInputs()}]
 )

@@ -278,6 +278,7 @@ def call(name, **fields):
         ("hpo_ppo_clip", {"policy_loss": {"clip_cov_lb": 2.0}}, "clip_cov_lb: the gate 'ppo_clip' does not read it"),
         ("hpo_dapo", {"clip_ratio_high": 0.28, "policy_loss": {"clip_cov_ub": 2.0}}, "clip_cov_ub: the gate 'dapo'"),
         ("hpo_ppo_clip", {"clip_ratio_c": 1.0}, "clip_ratio_c: expected a ratio > 1"),
+        ("hpo_dro", {"policy_loss": {"dro_beta": 0.0}}, "dro_beta: expected a number > 0, got 0"),
         ("hpo_ppo_clip", {"clip_ratio_low": -0.1}, "clip_ratio_low: expected an epsilon >= 0"),
         ("hpo_gspo", {"clip_ratio_high": -0.1}, "clip_ratio_high: expected an epsilon >= 0"),
     ],

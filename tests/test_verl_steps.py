@@ -10,7 +10,7 @@ import pytest
 import torch
 from lazily import Lazy, skip_without
 
-from hpo_core import advantages
+from hpo_core import advantages, gates
 from hpo_core.integrations.replaced import after_import
 from hpo_core.integrations.turns import Step
 
@@ -218,6 +218,27 @@ def test_a_run_in_several_rows_is_one_trajectory(name, cut, monkeypatch):
             assert len(found) == sum(map(len, runs.masks))
             for (run, row), of_tokens in found.items():
                 torch.testing.assert_close(of_tokens, torch.tensor(expected[run][row]), rtol=1e-5, atol=1e-6)
+
+
+def test_bypass_mode_leaves_a_correction_nothing(monkeypatch):
+    """There V1 trainers take the sampler for the old policy, and keep the loss."""
+    monkeypatch.setattr(core_algos.module(), "POLICY_LOSS_REGISTRY", {})
+    hpo_verl.register("corrects", gates.icepop())
+    hpo_verl.register("clips", gates.dapo())
+
+    def trainer(mode, **correction):
+        actor = SimpleNamespace(policy_loss={"loss_mode": mode})
+        return SimpleNamespace(
+            config=SimpleNamespace(
+                algorithm={"rollout_correction": correction}, actor_rollout_ref=SimpleNamespace(actor=actor)
+            )
+        )
+
+    for told in (trainer("clips", bypass_mode=True), trainer("corrects"), trainer("corrects", bypass_mode=False)):
+        with pytest.raises(AttributeError, match="keys"):  # of a batch that is None
+            v1.PPOTrainer._compute_advantage(told, None, {})
+    with pytest.raises(ValueError, match=r"^algorithm\.rollout_correction\.bypass_mode: .*'corrects'"):
+        v1.PPOTrainer._compute_advantage(trainer("corrects", bypass_mode=True), None, {})
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_pp_baseline"])

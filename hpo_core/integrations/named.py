@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import inspect
 import math
 import os
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def named_estimator(text: str) -> Callable[..., torch.Tensor]:
     """
     function, arguments, keywords = _parts("advantage", text, _tree("advantage", text), advantages)
     check(not arguments, "advantage: expected arguments by name, as in 'grpo(eps=1e-4)', got {!r}", text)
+    _check_taken("advantage", text, function, inspect.Signature.bind_partial, [], keywords)
     return functools.partial(function, **keywords) if keywords else function
 
 
@@ -86,12 +88,31 @@ def _value(argument: str, text: str, node: ast.expr, package: ModuleType) -> Any
         return math.inf
     if isinstance(node, ast.Call | ast.Name | ast.Attribute):
         function, arguments, keywords = _parts(argument, text, node, package)
+        _check_taken(argument, text, function, inspect.Signature.bind, arguments, keywords)
         return function(*arguments, **keywords)
     try:
         return ast.literal_eval(node)
     except ValueError:
         raise ValueError(
             f"{argument}: expected numbers, strings, None, inf or calls, got {ast.unparse(node)!r} in {text!r}"
+        ) from None
+
+
+def _check_taken(
+    argument: str,
+    text: str,
+    function: Callable[..., Any],
+    bind: Callable[..., object],
+    arguments: list[Any],
+    keywords: dict[str, Any],
+) -> None:
+    """That the function takes the arguments, before it is called: an estimator is only after the first rollout."""
+    signature = inspect.signature(function)
+    try:
+        bind(signature, *arguments, **keywords)
+    except TypeError as error:
+        raise ValueError(
+            f"{argument}: {function.__name__}: {error}; it takes {', '.join(signature.parameters)}, got {text!r}"
         ) from None
 
 
@@ -105,7 +126,7 @@ def _parts(
         package, called = package.reconstructed, called.removeprefix("reconstructed.")
     known = [each for each in package.__all__ if each.islower() and callable(getattr(package, each))]
     if called not in known:
-        close = difflib.get_close_matches(called, known, 1)
+        close = difflib.get_close_matches(called.rpartition(".")[2].lower().removeprefix("hpo_"), known, 1)
         hint = f", did you mean {close[0]!r}?" if close else ";"
         raise ValueError(f"{argument}: no function {called!r} in {package.__name__}{hint} got {text!r}")
     function: Callable[..., Any] = getattr(package, called)
@@ -117,6 +138,9 @@ def _parts(
         argument,
         text,
     )
+    names = [keyword.arg for keyword in node.keywords]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    check(twice is None, "{}: expected each argument once, got {!r} twice in {!r}", argument, twice, text)
     arguments = [_value(argument, text, each, package) for each in node.args]
     keywords = {str(keyword.arg): _value(argument, text, keyword.value, package) for keyword in node.keywords}
     return function, arguments, keywords

@@ -26,9 +26,8 @@ from ..advantages.terms import accepted_keywords, check_estimator, is_multi_rewa
 from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, require_type
-from ..entropy import EntropyWindow, forking_tokens
+from ..entropy import EntropyWindow
 from ..gates import RatioGate
-from ..kl import k3
 from ..losses import PolicyLoss, policy_loss
 from ..specs import Unit
 from .entropy_methods import (
@@ -41,7 +40,7 @@ from .entropy_methods import (
     selection_tensors,
 )
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
-from .trl_config import check_config, gate_from_config
+from .trl_config import check_config, check_unchanged, gate_from_config, said_by, told_by
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
 from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, domain_ids_of, mask_of, sampler_of
@@ -132,23 +131,30 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             ids = ("trajectory_ids", "anchor_ids") if level == "step" else ("weights",)
             check_estimator("advantage", advantage, ("group_ids", *ids), "TRL")
         require_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
+        require_type(
+            isinstance(self, GRPOTrainer),
+            "HPOMixin: expected trl.GRPOTrainer or a subclass of it behind it in the bases, got {}",
+            type(self).__bases__,
+        )
+        check(
+            gate is not None or super()._compute_loss.__func__ is GRPOTrainer._compute_loss,
+            "gate: {} computes a loss of its own, which this one replaces; say by which, such as gate=gates.gmpo()",
+            super()._compute_loss.__qualname__.removesuffix("._compute_loss"),
+        )
         super().__init__(*args, **keywords)
         check(window is None or entropy is None, "entropy: it takes the place of window=, got both; drop one")
         if entropy_penalty is not None:
             check_keywords("entropy_penalty", entropy_penalty, PENALISED)
-        given = {"gate": gate, "advantage": advantage, "window": window, "entropy": entropy}
-        config = self.args
-        check_config(config, [name for name, value in given.items() if value is not None])
-        kl = None
-        if config.beta != 0.0:
-            kl = k3(config.beta, gradient="importance" if config.use_bias_correction_kl else "value")
+        pillars = {"gate": gate, "advantage": advantage, "window": window, "entropy": entropy}
+        config, given = self.args, tuple(name for name, value in pillars.items() if value is not None)
+        check_config(config, given)
+        self._hpo_told, self._hpo_given = told_by(self), given
+        said = {"gate": gate, "window": window} | said_by(self._hpo_told, given)
+        gate, window, kl = said["gate"], said["window"], said["kl"]
+        assert gate is not None
         if entropy is not None:
-            penalty = "set beta > 0" if kl is None else ""
-            check_entropy(entropy, self.accelerator.num_processes, penalty)
-        elif window is None and config.top_entropy_quantile < 1.0:
-            window = forking_tokens(config.top_entropy_quantile, scope="call")
+            check_entropy(entropy, self.accelerator.num_processes, "set beta > 0" if kl is None else "")
         resolve("gates", torch.empty(0, device=self.accelerator.device), backend)  # fail now, not after a rollout
-        gate = gate or gate_from_config(config)
         selected = () if entropy is None else ("bounds",)
         check_needs(gate, gate_inputs, AVAILABLE, "" if self._has_sampler() else NO_SAMPLER, selected)
         check(
@@ -268,7 +274,15 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
 
     # ----------------------------------------------------------------------------------------- once per micro-batch
 
+    def _read_config(self) -> None:
+        """Follow what a callback has changed since the last micro-batch, as TRL's own loss does."""
+        told = told_by(self)
+        if told != self._hpo_told:
+            check_unchanged(told, self._hpo_told, self._hpo_given)
+            self._hpo, self._hpo_told = self._hpo._replace(**said_by(told, self._hpo_given)), told
+
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        self._read_config()
         logps, entropies, aux_loss = self._score(model, inputs, compute_aux_loss=self.aux_loss_enabled)
         loss = self._policy_loss(logps, entropies.detach(), inputs, aux_loss)
         if self._hpo.entropy_penalty is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 from trl import GRPOConfig  # type: ignore[attr-defined,import-not-found,unused-ignore]
@@ -10,7 +12,9 @@ from trl import GRPOConfig  # type: ignore[attr-defined,import-not-found,unused-
 from .. import gates
 from ..arguments import check_choice
 from ..checks import check
+from ..entropy import forking_tokens
 from ..gates import Clip, Drop, Level, RatioGate
+from ..kl import k3
 from ..specs import Head
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # loss types with PPO's clip; they differ in the denominator
@@ -27,6 +31,47 @@ REPLACED = {
     "window": ("top_entropy_quantile",),
     "entropy": ("top_entropy_quantile",),
 }
+# Fields that TRL's trainer keeps as attributes of its own, from which its loss reads them.
+_KEPT = (
+    *("loss_type", "importance_sampling_level", "epsilon_high", "off_policy_mask_threshold", "beta"),
+    *("top_entropy_quantile", "use_vllm", "vllm_importance_sampling_correction"),
+)
+_READ = (*REPLACED["gate"], "loss_type", "beta", "use_bias_correction_kl", *_KEPT[-3:])
+
+
+def told_by(trainer: Any) -> dict[str, Any]:
+    """What TRL's loss reads of a trainer now, by field of ``GRPOConfig``: callbacks may change it during the training,
+    on the trainer or, for the rest of the fields, on ``trainer.args``."""
+    told = {name: getattr(trainer if name in _KEPT else trainer.args, name) for name in _READ}
+    return told | {"epsilon": trainer.epsilon_low}
+
+
+def said_by(told: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The ``kl``, and the ``gate`` and ``window`` that no argument ``given`` replaces, as the fields ``told`` say."""
+    config = SimpleNamespace(**told)
+    _check_loss(config, "gate" in given)
+    bias = "importance" if config.use_bias_correction_kl else "value"
+    said: dict[str, Any] = {"kl": k3(config.beta, gradient=bias) if config.beta != 0.0 else None}
+    if "gate" not in given:
+        said["gate"] = gate_from_config(config)
+    if "window" not in given and "entropy" not in given:
+        quantile = config.top_entropy_quantile
+        said["window"] = forking_tokens(quantile, scope="call") if quantile < 1.0 else None
+    return said
+
+
+def check_unchanged(told: dict[str, Any], before: dict[str, Any], given: Collection[str]) -> None:
+    """Raise for a field that has changed during the training and that one of the arguments ``given`` replaces."""
+    for argument in given:
+        for name in REPLACED[argument]:
+            check(
+                told.get(name) == before.get(name),
+                "{}: changed from {!r} to {!r} during the training, without effect; {}= replaces it",
+                name,
+                before.get(name),
+                told.get(name),
+                argument,
+            )
 
 
 def gate_from_config(args: Any) -> RatioGate:
@@ -79,7 +124,7 @@ def _gate(args: Any) -> RatioGate:
     return RatioGate(f"trl_{kind}", clip, head=head, source="TRL; arXiv 1707.06347")
 
 
-def check_config(args: Any, given: list[str]) -> None:
+def check_config(args: Any, given: Collection[str]) -> None:
     """Raise for a field that would have no effect: unsupported, or replaced by one of the arguments ``given``."""
 
     def check_default(name: str, why: str) -> None:
@@ -89,11 +134,14 @@ def check_config(args: Any, given: list[str]) -> None:
     for argument in given:
         for name in REPLACED[argument]:
             check_default(name, f"{argument}= replaces it")
+    _check_loss(args, "gate" in given)
+
+
+def _check_loss(args: Any, gate_given: bool) -> None:
+    """Raise for fields that together ask for a loss which TRL computes otherwise."""
     check_choice("loss_type", args.loss_type, KNOWN)
     check(
-        args.loss_type != "vespo"
-        or "gate" in given
-        or not (args.use_vllm and args.vllm_importance_sampling_correction),
+        args.loss_type != "vespo" or gate_given or not (args.use_vllm and args.vllm_importance_sampling_correction),
         "vllm_importance_sampling_correction: with loss_type='vespo' TRL puts this weight into the sequence's ratio, "
         "hpo_core does not; set it to False, or pass gate= with Channel.TOTAL",
     )

@@ -42,7 +42,7 @@ from .micro_batch import check_registered, check_unread, fractions, padded_rows
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator
 from .verl_head import install_loss_head
-from .verl_rows import GROUPED, METHODS, MicroBatch, current, install, selected_by
+from .verl_rows import CORRECTING, GROUPED, METHODS, MicroBatch, current, install, selected_by
 from .verl_steps import (
     STEP_ESTIMATORS,
     check_step_estimator,
@@ -137,10 +137,13 @@ def register(
         _check_gate(gate, loss)
     METHODS.pop(name, None)
     GROUPED.discard(name)
+    CORRECTING.discard(name)
     if entropy is not None:
         METHODS[name] = entropy
     if isinstance(gate, RatioGate) and Unit.GROUP in gate.units:
         GROUPED.add(name)
+    if isinstance(gate, RatioGate) and gate.needs_rollout:
+        CORRECTING.add(name)
     if loss.reads_rows():
         install()
     register_policy_loss(name)(functools.partial(_policy_loss, loss))
@@ -386,6 +389,7 @@ def _sapo(config: Any) -> RatioGate:
 
 def _dro(config: Any) -> RatioGate:
     beta = config.policy_loss.get("dro_beta", None)
+    check(beta is None or beta > 0, "dro_beta: expected a number > 0, got {}", beta)
     return _reading(gates.dro() if beta is None else gates.dro(beta), config, "dro_beta")
 
 

@@ -28,6 +28,8 @@ from .entropy_methods import SELECTED, MakesSelection, selection_of, selection_t
 METHODS: dict[str, MakesSelection] = {}
 # The losses whose gate has a level of prompt groups.
 GROUPED: set[str] = set()
+# The losses whose gate corrects what the sampler's log-probabilities differ by.
+CORRECTING: set[str] = set()
 
 _REFERENCE, _SAMPLER = "ref_log_prob", "rollout_log_probs"
 _GROUP_ROWS = "hpo_group_rows"
@@ -181,6 +183,21 @@ def selected_by(
     """The tokens of an update that the window selects, with a threshold over all ranks."""
     state = window.fit(entropy, batch, process_group=process_group, backend=backend)
     return checked_mask(window.apply(entropy, batch, state, backend=backend), entropy, batch)
+
+
+def check_bypass(config: Any) -> None:
+    """That the sampler is not the old policy, too, where the loss corrects what they differ by. ``config``: that of a
+    V1 trainer; the others replace the loss in that mode."""
+    correction = config.algorithm.get("rollout_correction", None)
+    if not correction or not correction.get("bypass_mode", False):
+        return
+    mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+    check(
+        mode not in CORRECTING,
+        "algorithm.rollout_correction.bypass_mode: expected False with loss_mode={!r}, got True; verl then takes the "
+        "sampler's log-probabilities for those of the old policy, and the gate has no difference to correct",
+        mode,
+    )
 
 
 def _count_groups(data: Any, ranks: Any) -> None:

@@ -21,6 +21,7 @@ from ..checks import check
 from .prompt_advantages import numbers_of, prompt_advantages, settings_of
 from .replaced import after_import
 from .turns import Step, steps_of_turns, turns
+from .verl_rows import check_bypass
 
 FIELD = "hpo_steps"
 STEP_ESTIMATORS = ("gigpo", "hgpo")
@@ -169,6 +170,8 @@ def _show_queue(module: ModuleType) -> None:
 
     @functools.wraps(compute_advantage)
     def shown(self: Any, batch: Any, *arguments: Any, **keywords: Any) -> Any:
+        check_bypass(self.config)
+
         def fetched() -> list[Any]:
             wanted = {"keys": batch.keys, "partition_id": batch.partition_id, "select_fields": ["extra_fields"]}
             of_rows = [getattr(each, "data", each) for each in module.tq.kv_batch_get(**wanted)["extra_fields"]]

@@ -123,6 +123,15 @@ FEW_TOKENS = (5, 0, 30, 9)
 MANY_TOKENS = ((0, 1, 2500, 130, 1, 0, 1025, 3), tuple(length % 4 for length in range(700)))
 
 
+@pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo(), gates.fiberpo()], ids=lambda gate: gate.name)
+def test_rows_that_begin_where_a_tile_does(gate, native_backends):
+    """As all rows of a padded batch of 512 columns do: tiles of 512 or 1,024 tokens are counted from the first one."""
+    example = testing.random_policy_loss(1, gate, {"weights"}, layout=Layout((512, 1024, 512, 100), 0, "none", seed=1))
+    expected = testing.expect_policy_loss(example)
+    for backend in native_backends:
+        assert_exact(backend, example, expected)
+
+
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("masked", ["none", "some", "row"])
 @every_gate
@@ -401,6 +410,22 @@ def test_step_advantages_are_those_of_their_tokens(backend):
     assert bits(by_step.grad) == bits(by_token.grad) and bits(by_step.loss) == bits(by_token.loss)
 
 
+def test_a_mask_may_have_any_byte(backend):
+    """As that of another library, whose true is 255. PyTorch's own has 0 and 1."""
+    draw = torch.Generator().manual_seed(5)
+    masks = [torch.rand(180, generator=draw) > 0.4 for _ in range(2)]
+    any_byte = torch.tensor((2, 4, 128, 255), dtype=torch.uint8)[torch.arange(180) % 4]
+    for gate, penalty in ((gates.ppo_clip(), None), (gates.fiberpo(), None), (gates.ppo_clip(), hpo.kl.k3(0.1))):
+        logp, old_logp, ref_logp = torch.randn(3, 180, generator=draw) - 3
+        results = []
+        for mask, token_mask in (masks, [(each * any_byte).view(torch.bool) for each in masks]):
+            batch = hpo.PackedBatch.from_lengths([100, 3, 77], mask=mask, group_ids=torch.arange(3))
+            given = {"token_mask": token_mask, "ref_logp": None if penalty is None else ref_logp, "kl": penalty}
+            out = hpo.policy_loss_and_grad(logp, old_logp, logp[:3] + 3, batch, gate, backend=backend, **given)
+            results.append((bits(out.loss), bits(out.grad), bits(out.metrics.vector)))
+        assert results[0] == results[1], gate.name
+
+
 def test_padded_batch_keeps_its_shape_and_its_bits(backend):
     packed = testing.random_policy_loss(4, gates.gspo(0.1, 0.2), layout=Layout((6, 6, 6), masked="some", seed=4))
     padded = packed.on_tokens(lambda x: x.reshape(3, 6))._replace(batch=packed.batch.mask.reshape(3, 6))
@@ -573,6 +598,18 @@ def test_of_rows_that_overlap_the_last_one_owns_a_token(backend, offsets):
 
 
 STREAMS = itertools.count(5000)  # a bug leaves a counter behind
+
+
+def test_more_threads_than_portions_of_the_work():
+    """A loop of the CPU hands out at most 64; with more threads some begin at another's."""
+    logp, batch = torch.linspace(-3.0, -0.1, 400_000), hpo.PackedBatch.from_lengths([400] * 1000)
+    given = (logp, logp.flip(0), torch.linspace(-1.0, 1.0, 1000), batch)
+    found = []
+    for threads in (1, 130):
+        torch.set_num_threads(threads)
+        out = hpo.policy_loss_and_grad(*given, gates.ppo_clip(), backend="cpu")
+        found.append(bits(out.loss, out.grad, out.metrics.vector))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("backend", [backend for backend in NATIVE if backend == "cuda_emulated"])

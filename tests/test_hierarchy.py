@@ -267,8 +267,8 @@ def test_bounds_of_tokens_replace_those_of_the_residual(name, lengths, native_ba
 
 
 def broken_leaves(gate):
-    """An example, and its leaves with errors in three of them."""
-    example = Example(0, lengths=(*(5, 0, 9, 1, 7, 12, 3) * 6, 1100), masked=False)  # the last one is of several tiles
+    """An example, and its leaves with errors in three of them; one is of several tiles, and the last one is empty."""
+    example = Example(0, lengths=(*(5, 0, 9, 1, 7, 12, 3) * 6, 1100, 0), masked=False)
     inputs = index_inputs(example, gate)
     begin, end, row = (inputs[name].clone() for name in ("leaf_begin", "leaf_end", "leaf_row"))
     ancestors = inputs["ancestors"].clone()

@@ -128,6 +128,17 @@ def test_the_flag_of_bad_advantages_names_what_else_it_counts(gate, given, named
         out.metrics.raise_for_flags()
 
 
+@pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo(), gates.fiberpo()], ids=lambda gate: gate.name)
+@pytest.mark.parametrize("lengths", [(40, 8, 32), (1, 3, 2)])
+def test_an_entropy_that_is_not_finite_counts_nowhere(gate, lengths, backend):
+    tokens = sum(lengths)
+    batch = hpo.PackedBatch.from_lengths(lengths, group_ids=torch.tensor([0, 0, 1]))
+    logp, entropy = torch.linspace(-3.0, -2.0, tokens), torch.ones(tokens)
+    entropy[0], entropy[2], entropy[-1] = math.nan, math.inf, -math.inf
+    out = hpo.policy_loss(logp, logp - 0.01, torch.ones(3), batch, gate, entropy=entropy, backend=backend).metrics
+    assert (out["entropy"].item(), out["entropy_tokens"].item()) == (tokens - 3, tokens - 3)
+
+
 def test_nothing_valid(backend):
     example = testing.random_policy_loss(1, gates.dapo(), {"weights"}, layout=Layout((3, 2), masked="all"))
     out = metrics_of(backend, example)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from catalogue import CATALOGUE
+from conftest import NATIVE
 from lazily import Lazy
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
@@ -24,7 +25,7 @@ from valid_calls import calls
 import hpo_core as hpo
 from hpo_core import ops, testing
 from hpo_core.native import Native
-from hpo_core.specs import PolicyLossInputs
+from hpo_core.specs import Boundary, Invalid, OrderRule, PolicyLossInputs
 
 GATES = {
     "token": hpo.gates.ppo_clip(0.1, 0.2, ratio_dual=2.0),
@@ -756,3 +757,34 @@ def test_a_forked_worker_does_not_hang():
     child.kill()
     assert not alive, "the child hangs"
     assert results.get() == expected
+
+
+@pytest.mark.parametrize("backend", [name for name in NATIVE if name != "triton"])
+def test_no_kernel_writes_behind_its_workspace(backend, monkeypatch):
+    """On the CPU most workspaces are the beginning of a larger one, which hides it."""
+    given = []
+
+    def guarded(self, size, like):
+        given.append((size, torch.full((size + 65_536,), 0xA5, dtype=torch.uint8, device=like.device)))
+        return given[-1][1]
+
+    monkeypatch.setattr(Native, "_workspace", guarded)
+    torch.set_num_threads(3)
+    rows, length = (48, 90) if backend == "cuda_emulated" else (400, 90)
+    tokens, each = inputs(rows, length, backend), torch.arange(5_000, device=testing.device_of(backend))
+    batch, scores, quantile = tokens.batch, tokens.entropy, (3, 4, OrderRule.CEIL)
+    scopes = (batch.cu_seqlens, batch.group_ids, rows // 2)
+    for gate in (*GATES.values(), hpo.gates.fiberpo(), hpo.gates.mis()):
+        rollout = {"rollout_logp": tokens.old_logp - 0.1} if gate.corrections else {}
+        for entropy in (None, scores):
+            loss = functools.partial(hpo.policy_loss_and_grad, gate=gate, entropy=entropy, backend=backend, **rollout)
+            loss(tokens.logp, tokens.old_logp, tokens.advantages, batch)
+    ops.window_score(scores, batch.mask, batch.cu_seqlens, -3, 4, Boundary.ZERO, Invalid.SKIP, backend)
+    ops.select_top(scores, *quantile, True, backend, batch.mask, batch.cu_seqlens)
+    ops.order_statistics(scores, *scopes, *quantile, batch.mask, backend)
+    ops.select_exact(scores, *scopes[:2], each[: rows // 2], None, batch.mask, backend)
+    ops.group_statistics(each.float(), each // 3, None, None, backend)
+    hpo.advantages.grpo(each.float(), each // 3, backend=backend)
+    assert len(given) >= 12, "the workspaces of these calls come from elsewhere"
+    for size, workspace in given:
+        assert bool((workspace[size:] == 0xA5).all()), f"a kernel writes behind its workspace of {size} bytes"

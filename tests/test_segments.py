@@ -139,6 +139,18 @@ def test_group_statistics(backend, units, left_out):
     assert torch.allclose(got, expected, rtol=1e-12, atol=1e-9)
 
 
+def test_units_of_one_group_meet_in_the_table_in_any_order(monkeypatch):
+    """Of CUDA, whose threads find the entry of their group at once where there are more units than a block takes."""
+    if not hpo.backends()["cuda_emulated"]:
+        pytest.skip("cuda_emulated is not built")
+    values, ids = torch.linspace(-1.0, 1.0, 4_100), torch.arange(4_100) % 3
+    found = set()
+    for order in ("forward", "random:1", "random:2"):
+        monkeypatch.setenv("HPO_EMULATION_ORDER", order)
+        found.add(ops.group_statistics(values, ids, None, None, "cuda_emulated").numpy().tobytes())
+    assert len(found) == 1
+
+
 def test_equal_values_have_no_deviation(backend):
     values, ids = torch.full((999,), 0.1), torch.arange(999) % 4
     table = ops.group_statistics(*(each.to(testing.device_of(backend)) for each in (values, ids)), None, None, backend)

@@ -93,8 +93,7 @@ bool load_states(const WindowArgs& args, const Rows& rows, const WindowRule& rul
     return count > 0;
   };
   for_each_row_in(rows, begin, end, [&](int64_t row, int64_t first, int64_t row_end) {
-    const int64_t first_whole = larger(args.cu_seqlens[row], args.cu_seqlens[row] - rule.first);
-    const int64_t end_whole = smaller(args.cu_seqlens[row + 1], args.cu_seqlens[row + 1] - rule.last);
+    const int64_t first_whole = args.cu_seqlens[row] - rule.first, end_whole = args.cu_seqlens[row + 1] - rule.last;
     fill(first, kOutside);
     fill(smaller(row_end, first_whole), kCut);
     some_whole |= fill(smaller(row_end, end_whole), kWhole);
@@ -104,8 +103,8 @@ bool load_states(const WindowArgs& args, const Rows& rows, const WindowRule& rul
   return some_whole;
 }
 
-// Fills P_1 for the positions [start, start + length), and returns whether all of them are usable. If not, it also fills
-// `usable`. Positions that are not usable are `empty`.
+// Fills P_1 for the positions [start, start + length), and returns whether all of them that are in the pack are usable; no
+// whole window reaches the others. If not, it also fills `usable`. Positions that are not usable are `empty`.
 bool load_values(const WindowArgs& args, int64_t start, int64_t length, float empty, const WindowScratch& scratch) {
   const int64_t first = smaller(length, larger(0, -start)), end = larger(first, smaller(length, args.tokens - start));
   float* __restrict folded = scratch.folded;
@@ -130,7 +129,7 @@ bool load_values(const WindowArgs& args, int64_t start, int64_t length, float em
   }
   for (int64_t j = 0; j < first; ++j) folded[j] = empty;
   for (int64_t j = end; j < length; ++j) folded[j] = empty;
-  if (!holes && first == 0 && end == length) return true;
+  if (!holes) return true;
   if (!args.mask) {
     for (int64_t j = first; j < end; ++j) usable[j] = is_finite(args.values[start + j]) ? -1 : 0;
   }

@@ -279,9 +279,10 @@ def test_bounds_replace_all_that_a_clip_has_but_the_dual(gate, low, high, backen
             assert (out.grad != 0).tolist() == [lowest is None, True, True, highest is None]
 
 
-def test_targets_that_are_not_finite_are_counted_and_left_out(backend):
+@pytest.mark.parametrize("target", [math.nan, math.inf])
+def test_targets_that_are_not_finite_are_counted_and_left_out(target, backend):
     example = Example(0)
-    example.target[4] = math.nan
+    example.target[4] = target
     out = example.run(gates.bpo(), backend, target=example.target)
     here = example.row() == 4
     here[int(example.batch.cu_seqlens[-1]) :] = False

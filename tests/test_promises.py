@@ -411,10 +411,11 @@ def test_a_trajectory_does_not_know_where_it_lies(name, native_backends):
             moved.advantages[1], moved.weights[1] = alone.advantages[0], alone.weights[0]
             moved.token_advantages[inside] = alone.token_advantages[:length]
             runs.append(moved.run(gate, backend, advantages=moved.token_advantages).grad[inside])
-            weighted_runs.append(moved.run(gate, backend, token_weight=moved.token_advantages).grad[inside])
+            if name == "wide":
+                weighted_runs.append(moved.run(gate, backend, token_weight=moved.token_advantages).grad[inside])
             plain_runs.append(moved.run(gate, backend).grad[inside])
-        for one, *others in (runs, weighted_runs, plain_runs):
-            assert one.abs().sum() > 0 or (name == "wide" and one is not plain_runs[0])  # nothing is left
+        for one, *others in filter(None, (runs, weighted_runs, plain_runs)):
+            assert one.any() or (name == "wide" and one is not plain_runs[0])  # there nothing is left
             assert all(torch.equal(other, one) for other in others), backend
 
 

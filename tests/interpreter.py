@@ -45,6 +45,7 @@ def patch_interpreter() -> None:
     share_block_types()
     share_shapes_of_tensors()
     spare_conversions()
+    hold_addresses_to_their_alignment()
     if not hasattr(getattr(interpreter, "_interpreter", None), "fma_fp32"):
         round_fma_once()
         let_numbers_win()
@@ -251,6 +252,17 @@ def spare_conversions() -> None:
         remembered_type,
     )
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def hold_addresses_to_their_alignment() -> None:
+    """Where a promised alignment does not hold, a GPU stops at the first vector that it loads."""
+
+    def set_attr(self, key, value):
+        if key == "tt.divisibility":
+            assert not np.any(self.data[..., 0] % value[-1]), f"addresses are no multiples of {value[-1]} bytes"
+        self.attr[key] = value
+
+    interpreter.TensorHandle.set_attr = set_attr
 
 
 def round_fma_once() -> None:

@@ -171,6 +171,18 @@ def test_degenerate_windows(backend, layout):
             assert_exact([backend], example._replace(keywords={"boundary": boundary, "invalid": invalid}))
 
 
+@pytest.mark.parametrize("masked", ["none", "some"])
+@pytest.mark.parametrize("first, last", [(3, 150), (-150, -3)])
+def test_wide_windows_beside_their_row(first, last, masked, backend):
+    """A wide window that ends before it begins has no position: neither its neighbours nor masked tokens are in it."""
+    example = testing.random_window(layout=Layout((2, 5, 160), masked=masked))
+    keywords = {"boundary": "shrink", "invalid": "skip"}
+    example = example._replace(first=first, last=last, keywords=keywords)
+    if masked == "some":
+        example.values[~example.batch.mask] = math.nan
+    assert_exact([backend], example)
+
+
 @pytest.mark.parametrize(
     "first, last", [(-(2**40), 2**40), (2**61, 2**62), (-(2**62), -(2**61)), (0, 2**31), (-(2**62), 2**62)]
 )

@@ -284,14 +284,26 @@ def test_bounds_replace_all_that_a_clip_has_but_the_dual(gate, low, high, backen
             assert (out.grad != 0).tolist() == [lowest is None, True, True, highest is None]
 
 
-def test_targets_that_are_not_finite_are_counted_and_left_out(backend):
+@pytest.mark.parametrize("target", [math.nan, math.inf])
+def test_targets_that_are_not_finite_are_counted_and_left_out(target, backend):
     example = Example(0)
-    example.target[4] = math.nan
+    example.target[4] = target
     out = example.run(gates.bpo(), backend, target=example.target)
     here = example.row() == 4
     here[int(example.batch.cu_seqlens[-1]) :] = False
     assert not out.grad[here].any()
     assert out.metrics.compute()["bad_advantages"] == example.mask[here].sum()
+
+
+@pytest.mark.parametrize("bounds", [(1.5, 2.0), (-0.5, 2.0), (0.5, 0.9)])
+def test_bounds_that_are_no_ratios_are_counted_and_left_out(bounds, backend):
+    place = testing.device_of(backend)
+    given = gates.GateInputs(bounds=tuple(torch.full((2,), bound, device=place) for bound in bounds))
+    logp, batch = torch.zeros(2, device=place), hpo.PackedBatch.from_lengths([2]).to(place)
+    ones = torch.ones(1, device=place)
+    out = hpo.policy_loss_and_grad(logp, logp, ones, batch, gates.dapo(), gate_inputs=given, backend=backend)
+    assert not out.grad.any()
+    assert out.metrics.compute()["bad_advantages"] == 2
 
 
 def test_success_rates_of_0_and_1(native_backends):

@@ -1,6 +1,7 @@
 """The operator behind the estimators: terms of every structure, alone and together, on every backend."""
 
 import dataclasses
+import importlib
 import itertools
 import math
 
@@ -130,6 +131,26 @@ def test_many_units(backend, units, share):
         total = sum(part * count for part, count in parts)
         expected = total / sum(count for _, count in parts)
     assert (got.double() - expected).abs().max() <= 8 * UNIT * sum(part.abs() for part, _ in parts).max()
+
+
+@pytest.mark.parametrize("scale", [Scale.GROUP, Scale.BATCH, Scale.ABSOLUTE])
+def test_equal_values_over_the_least_eps_are_0(scale, backend):
+    """Whose reciprocal no double holds."""
+    terms = [Term(torch.full((4,), 3.0), torch.tensor([0, 0, 1, 1]), GroupTerm(scale=scale, eps=1e-310))]
+    assert not assert_exact(backend, terms, {}).any()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("backend", ["triton"])
+def test_terms_of_many_units_add_up(backend, count, monkeypatch):
+    """More units than each program reads go term by term, which the sum of the earlier terms waits for."""
+    monkeypatch.setattr(importlib.import_module("hpo_core._triton.advantages"), "SCANNED", 8)
+    draw = torch.Generator().manual_seed(count)
+    terms = [
+        Term(torch.randint(1, 10, (12,), generator=draw).float(), torch.randint(0, 4, (12,), generator=draw), rule)
+        for rule in (GroupTerm(), GroupTerm(scale=Scale.ABSOLUTE), GroupTerm(scale=Scale.NONE))[:count]
+    ]
+    assert_exact(backend, terms, {})
 
 
 def vectorised(term):

@@ -1,7 +1,8 @@
-"""Triton's interpreter as `interpreter.py` leaves it, held to the C library."""
+"""Triton's interpreter as `interpreter.py` leaves it, held to the C library, and kernels held to their tensors."""
 
 import ctypes
 import ctypes.util
+import os
 
 import numpy as np
 import pytest
@@ -91,3 +92,86 @@ def test_what_old_tritons_get_rounds_once():
 
     inputs = triples()
     assert_rounded_once(inputs, fma(*inputs))
+
+
+@pytest.fixture
+def bounded(monkeypatch):
+    """A kernel that reads or writes anything but the tensors of its launch raises an error."""
+    import triton.runtime.interpreter as interpreter
+
+    begins, ends = np.empty(0, np.uint64), np.empty(0, np.uint64)
+    start = interpreter.GridExecutor.__call__
+
+    def tensors_of(arguments):
+        for each in arguments:
+            if isinstance(each, torch.Tensor) and each.numel():
+                yield each
+            elif isinstance(each, tuple):
+                yield from tensors_of(each)
+
+    def start_within(self, *arguments, **options):
+        nonlocal begins, ends
+        found = sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors_of(arguments))
+        begins, ends = np.array(found, np.uint64).reshape(-1, 2).T
+        ends = np.maximum.accumulate(ends)  # some are parts of others
+        return start(self, *arguments, **options)
+
+    def watch(access, place_of_pointer, place_of_mask):
+        unwatched = getattr(interpreter.InterpreterBuilder, access)
+
+        def watched(self, *operands):
+            pointer, mask = operands[place_of_pointer], operands[place_of_mask]
+            size = max(pointer.get_element_ty().primitive_bitwidth // 8, 1)
+            address = np.asarray(pointer.data, np.uint64)
+            address = address[np.broadcast_to(mask.data, address.shape).astype(bool)]
+            nearest = np.searchsorted(begins, address, side="right").astype(np.int64) - 1
+            within = (nearest >= 0) & (address + np.uint64(size) <= ends[nearest])
+            assert within.all(), f"{access} at {address[~within]} of no tensor"
+            return unwatched(self, *operands)
+
+        monkeypatch.setattr(interpreter.InterpreterBuilder, access, watched)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", start_within)
+    watch("create_masked_load", 0, 1)
+    watch("create_masked_store", 0, 2)
+    watch("create_atomic_rmw", 1, 3)
+
+
+LISTED = {"order_statistics", "select_exact"}  # their kernel reads lists that this package makes, and trusts them
+
+
+@pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "1", reason="only the interpreter tells what a kernel reads")
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("kind", ["sound", "hostile"])
+@pytest.mark.parametrize("backend", ["triton"])
+def test_no_kernel_leaves_its_tensors(kind, backend, monkeypatch):
+    """On no path, for sizes that end within every tile, and whatever offsets, ids, targets and leaves are."""
+    from hpo_core._triton import advantages, compiled_paths, segments, windows
+
+    for module, name, number in (
+        (compiled_paths, "TOKENS", 10),
+        (compiled_paths, "ROWS", 3),
+        (compiled_paths, "MANY", 9),
+        (advantages, "SCANNED", 8),
+        (segments, "SCANNED", 8),
+        (windows, "WIDE", 4),
+    ):
+        monkeypatch.setattr(module, name, number)
+    halves = lambda count: torch.full((count,), 0.5)  # noqa: E731
+    monkeypatch.setattr(compiled_paths, "_floats", halves)  # a factor of 1 would read nothing
+    if kind == "hostile":
+        draw, sound = np.random.default_rng(0), compiled_paths._inputs
+
+        def integers(count):
+            some = [-(2**62), -(2**40), -7, -1, 0, 1, 2, 5, count, count + 1, 2**31, 2**40, 2**62]
+            return torch.from_numpy(draw.choice(some, count))
+
+        monkeypatch.setattr(compiled_paths, "_integers", integers)
+        monkeypatch.setattr(compiled_paths, "_inputs", lambda **given: sound(**given)._replace(cu_seqlens=integers(4)))
+    names = set()
+    with np.errstate(all="ignore"):
+        for name, call in compiled_paths.paths():
+            names.add(name)
+            if kind == "sound" or name not in LISTED:
+                call()
+    assert names > LISTED

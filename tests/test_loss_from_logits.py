@@ -201,6 +201,19 @@ def test_one_launch_reads_the_logits(gate, backend):
 
 
 @on_gpus
+def test_a_gradient_that_is_aligned_otherwise_than_its_logits(backend):
+    """Rows of logits begin where 128 bits can be loaded, those of the gradient, which has no gaps, do not."""
+    draw = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(4, 4104, generator=draw)[:, :4101], torch.tensor([0, 4100, 7, 5])
+    batch = hpo.PackedBatch.from_lengths([4]).without_first_tokens()
+    given = (targets, None, torch.ones(1), batch, gates.ppo_clip())
+    leaf, packed = logits.detach().requires_grad_(), logits.contiguous().requires_grad_()
+    for each in (leaf, packed):
+        hpo.policy_loss_from_logits(each, *given, backend=backend).loss.backward()
+    assert torch.equal(leaf.grad, packed.grad) and leaf.grad.any()
+
+
+@on_gpus
 @pytest.mark.parametrize(
     ("dtype", "columns"),
     [(torch.float32, 4096), (torch.float32, 12_288), (torch.float32, 12_300), (torch.float32, 12_301),

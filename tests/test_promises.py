@@ -372,28 +372,34 @@ def test_a_long_row_does_not_depend_on_its_place(gate, native_backends):
             assert bits(run(backend, moved).grad[inside]) == bits(alone), (backend, order)
 
 
-def cancelling(length):
+def cancelling(length, known=False):
     """A trajectory whose parts cancel where gradient goes through aggregates: the rest of them shows in what order
-    tokens were added."""
+    tokens were added. Where the gradient is known before the sweep, tokens of one sign are added alone: what cancels
+    are their totals, but for what is cut off each slot's."""
     alone = Example(5, lengths=(length,), several=False, gaps=False, spread=0.3)
     token, quarter = torch.arange(length), 1 << length.bit_length() - 3
     large, sign = (token % 4 == 0) & (token < 4 * quarter), 1.0 - 2.0 * (token // quarter % 2)
+    size = torch.ones(length)
+    if known:
+        large, sign = token < 4 * quarter, 1.0 - 2.0 * (token // (2 * quarter))
+        half = torch.exp2(-30.0 * torch.rand(2 * quarter, generator=torch.Generator().manual_seed(7)))
+        size[: 4 * quarter] = torch.cat([half, half.flip(0)])
     alone.logp[:length][large] = alone.old_logp[:length][large] = -1.0
-    alone.token_advantages[:length][large] = sign[large] * 2.0**39
+    alone.token_advantages[:length][large] = (sign * size)[large] * 2.0**39
     alone.mask[:length][large] = True
     return alone
 
 
 @pytest.mark.usefixtures("at_length")
-@pytest.mark.parametrize("name", ["fiberpo", "zeroed at once", "two_scale, token", "bent"])
+@pytest.mark.parametrize("name", ["fiberpo", "zeroed at once", "two_scale, token", "bent", "wide"])
 def test_a_trajectory_does_not_know_where_it_lies(name, native_backends):
     """Bitwise the same gradient alone and behind any number of tokens, though memory is read in groups of four."""
     bent = RatioGate("bent", hierarchies.SMALL, hierarchies.levels((Tanh(0.2), TRAJECTORY)))
-    gate = hierarchies.GATES.get(name, bent)
+    gate = {**hierarchies.GATES, "bent": bent, "wide": gates.gspo(0.5, 0.5)}[name]
     short = any(level.unit is STEP for level in gate.levels)  # a step is within a slot, and each of them costs
     for backend in native_backends:
         length, *places = tried(backend, (1100, 0, 1, 2, 3, 129, 515), (280, 0, 3, 131) if short else (1100, 0, 3, 515))
-        alone, runs, plain_runs = cancelling(length), [], []
+        alone, runs, weighted_runs, plain_runs = cancelling(length, name == "wide"), [], [], []
         for before in places:
             moved = Example(6, lengths=(before, length, 40), several=False, spread=0.3)
             inside = slice(before, before + length)
@@ -405,9 +411,11 @@ def test_a_trajectory_does_not_know_where_it_lies(name, native_backends):
             moved.advantages[1], moved.weights[1] = alone.advantages[0], alone.weights[0]
             moved.token_advantages[inside] = alone.token_advantages[:length]
             runs.append(moved.run(gate, backend, advantages=moved.token_advantages).grad[inside])
+            if name == "wide":
+                weighted_runs.append(moved.run(gate, backend, token_weight=moved.token_advantages).grad[inside])
             plain_runs.append(moved.run(gate, backend).grad[inside])
-        for one, *others in (runs, plain_runs):
-            assert one.abs().sum() > 0
+        for one, *others in filter(None, (runs, weighted_runs, plain_runs)):
+            assert one.any() or (name == "wide" and one is not plain_runs[0])  # there nothing is left
             assert all(torch.equal(other, one) for other in others), backend
 
 

@@ -183,6 +183,12 @@ def test_a_long_recurrence(backend):
     assert torch.equal(got, torch.cat([torch.arange(3, 0, -1.0), torch.arange(units - 3, 0, -1.0)]))
 
 
+def test_a_recurrence_is_never_minus_0(backend):
+    given = torch.tensor([0.0, -1e-30]), torch.full((2,), 1e-30), torch.tensor([0, 2])  # no float holds their product
+    got = ops.recurrence(*(each.to(testing.device_of(backend)) for each in given), backend)
+    assert got[0] == 0 and not torch.signbit(got[0])
+
+
 def test_nothing_times_huge_gains_is_nothing(backend):
     """Their product overflows where a scan composes maps as a tree."""
     given = torch.zeros(64), torch.full((64,), 1e10), torch.tensor([0, 64])

@@ -114,7 +114,6 @@ def _scan_scopes(
     else:
         # The selected scores of the least key are the first ones in the order of the list.
         needed = tl.sum(tl.where(tl.arange(0, BINS) == digit, histogram, 0)) - rank
-        needed = tl.where(wanted > 0, needed, 0)
         for place in range(first, end):
             segment = _segment(offsets, order, place, segments, tokens)
             for start in range(segment.begin, segment.end, STEP):

@@ -362,5 +362,8 @@ def _with_rare_inputs(
     if gate.advantage_weights != (1.0, 1.0):
         positive, negative = gate.advantage_weights
         signed = inputs.advantages
-        inputs = inputs._replace(advantages=torch.where(signed < 0, signed * negative, signed * positive))
+        weighted = signed * positive
+        if negative != positive:  # three more passes over advantages of tokens, which take as long as the loss
+            weighted = torch.where(signed < 0, signed * negative, weighted)
+        inputs = inputs._replace(advantages=weighted)
     return inputs

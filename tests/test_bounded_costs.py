@@ -42,7 +42,8 @@ def test_ids_that_collide_in_a_multiplicative_hash_cost_no_more():
     others = torch.randint(0, 1 << 62, (UNITS,), generator=torch.Generator().manual_seed(0))
     values = torch.randn(UNITS, generator=torch.Generator().manual_seed(1))
     assert len(chosen) == UNITS
-    assert cost(lambda: statistics(values, chosen)) < 3 * cost(lambda: statistics(values, others))
+    # The first ten milliseconds of a process are slow, whatever it does.
+    assert cost(lambda: statistics(values, chosen), 20) < 3 * cost(lambda: statistics(values, others), 20)
 
 
 CALLS = {

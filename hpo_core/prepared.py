@@ -361,7 +361,10 @@ def _with_rare_inputs(
     if penalty_mask is not None:
         inputs = inputs._replace(penalty_mask=token("penalty_mask", penalty_mask, torch.bool))
     if gate.advantage_weights != (1.0, 1.0):
-        positive, negative = gate.advantage_weights
+        positive, negative = (float(each) for each in gate.advantage_weights)  # no tensor is multiplied by a fraction
         signed = inputs.advantages
-        inputs = inputs._replace(advantages=torch.where(signed < 0, signed * negative, signed * positive))
+        weighted = signed * positive
+        if negative != positive:  # three more passes over advantages of tokens, which take as long as the loss
+            weighted = torch.where(signed < 0, signed * negative, weighted)
+        inputs = inputs._replace(advantages=weighted)
     return inputs

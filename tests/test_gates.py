@@ -373,6 +373,7 @@ OF_ONE = {
     "vespo": lambda one: gates.vespo((one, one), (one, one)),
     "tis": gates.tis,
     "parts": own_gate,
+    "advantage_weights": lambda one: RatioGate("own", Clip(), advantage_weights=(one / 2, one * 2)),
     "corrections": lambda one: RatioGate(
         "own", Clip(), corrections=(gates.Correction(gates.Action.CLAMP, (-one, -one), (one, one)),)
     ),

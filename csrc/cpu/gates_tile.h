@@ -198,23 +198,29 @@ inline void apply_mask(const PolicyLossArgs& args, int64_t first, int n, Tile& t
   for (int i = 0; i < n; ++i) tile.kind[i] &= mask_of(args.mask[first + i] != 0);
 }
 
-// A token with NaN is invalid, log-ratios beyond +-60 saturate, and an infinite one loses its derivative as well.
+// A token with NaN is invalid, log-ratios beyond +-60 saturate, and an infinite one loses its derivative as well. Numbers are
+// 0 and 1 here and nothing is decided by a branch: such a loop is vectorised, and it does not guess what comes next.
+template <bool kReference>
 inline void resolve_exceptions(const float* logp, const float* old_logp, const float* ref_logp, int n, Tile& tile,
                                Partial& partial) {
-  int nan = 0, infinite = 0;
+  int32_t* __restrict kind = tile.kind;
+  int32_t* __restrict infinite = tile.infinite;
+  float* __restrict x = tile.x;
+  int32_t nan = 0, some_infinite = 0, has_infinite = 0;
   for (int i = 0; i < n; ++i) {
     const LogRatio policy = log_ratio(logp[i], old_logp[i]);
-    const LogRatio reference = ref_logp ? log_ratio(logp[i], ref_logp[i]) : LogRatio{0.0f, false, false};
-    const bool given = tile.kind[i] != kAbsent, valid = given && !policy.nan && !reference.nan;
-    nan += given && !valid;
-    infinite += valid && (policy.infinite || reference.infinite);
-    tile.kind[i] = valid ? tile.kind[i] : kAbsent;
-    tile.infinite[i] = valid && policy.infinite;
-    tile.x[i] = valid ? policy.x : 0.0f;
-    tile.has_infinite |= valid && policy.infinite;
+    const LogRatio reference = kReference ? log_ratio(logp[i], ref_logp[i]) : LogRatio{0.0f, 0, 0};
+    const int32_t given = kind[i] != kAbsent, valid = given & (1 ^ (policy.nan | reference.nan));
+    nan += given - valid;
+    some_infinite += valid & (policy.infinite | reference.infinite);
+    has_infinite |= valid & policy.infinite;
+    kind[i] &= -valid;
+    infinite[i] = valid & policy.infinite;
+    x[i] = from_bits(to_bits(policy.x) & -valid);
   }
+  tile.has_infinite |= has_infinite != 0;
   partial.slots[kNanTokens] += nan;
-  partial.slots[kInfiniteTokens] += infinite;
+  partial.slots[kInfiniteTokens] += some_infinite;
 }
 
 // x and its statistics. Log-ratios are assumed to be ordinary; if their extrema disprove it, they are taken once more.
@@ -230,7 +236,8 @@ inline void load_log_ratios(const PolicyLossArgs& args, int64_t first, int n, Ti
   LogRatioSums sums(tile.kind, tile.x, n);
   tile.exceptional = not_finite || !sums.ordinary();
   if (tile.exceptional) {
-    resolve_exceptions(logp, old_logp, ref_logp, n, tile, partial);
+    const auto resolve = ref_logp ? resolve_exceptions<true> : resolve_exceptions<false>;
+    resolve(logp, old_logp, ref_logp, n, tile, partial);
     sums = LogRatioSums(tile.kind, tile.x, n);
   }
   sums.add_to(partial);

@@ -320,6 +320,13 @@ def test_moving():
     assert PackedBatch.from_padded(torch.ones(2, 3).bool()).to("meta").padded_shape == (2, 3)
 
 
+@pytest.mark.parametrize("wrong", [torch.float32, torch.int32, torch.ones(1), None], ids=str)
+def test_moving_changes_no_dtype(wrong):
+    """Kernels read offsets as int64: those of another dtype made them write out of bounds."""
+    with pytest.raises(TypeError, match="device: expected a device such as 'cuda:0', got .*; offsets and ids stay"):
+        full().to(wrong)
+
+
 @pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("make", [full, lambda: PackedBatch.from_padded(torch.eye(3).bool())], ids=["packed", "padded"])
 def test_copies(make, copied):

@@ -417,8 +417,15 @@ class PackedBatch:
         object.__setattr__(result, "is_part", self.is_part)
         return result
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
         """The same batch on another device."""
+        # A dtype, which Tensor.to takes as well, would turn offsets into what kernels do not read as offsets.
+        require_type(
+            isinstance(device, torch.device | str | int),
+            "device: expected a device such as 'cuda:0', got {!r}; offsets and ids stay integers and the mask bool, and "
+            "of a tensor pass its .device",
+            device,
+        )
         moved = object.__new__(PackedBatch)
         moved.__setstate__(
             {

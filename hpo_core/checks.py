@@ -62,7 +62,7 @@ def _shown(value: object) -> object:
         return value
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         name = getattr(value, "__name__", "functools.partial")
-        is_ours = getattr(value, "__module__", "").startswith("hpo_core.")  # most likely a constructor
+        is_ours = (getattr(value, "__module__", None) or "").startswith("hpo_core.")  # most likely a constructor
         return _Text(f"the function {name}" + (f"; call it: {name}()" if is_ours else ""))
     text = repr(value)
     if len(text) <= _LONGEST and "\n" not in text:
@@ -141,10 +141,23 @@ def examined(name: str, tensor: Any, meaning: str = "") -> torch.Tensor:
     return _materialised(name, tensor)
 
 
+def _tensor_meant(value: Any) -> str:
+    """How to get at the tensor that was meant."""
+    if hasattr(value, "as_mask"):
+        return "; its mask is .as_mask().mask"
+    if isinstance(value, torch.nn.Module):
+        return "; pass its .weight"
+    if hasattr(value, "logits"):
+        return "; pass its .logits"
+    if isinstance(value, list | tuple) and any(isinstance(each, str | bytes) for each in value):
+        return "; hpo_core.segments.ids_of(names) makes ids of names"
+    return "" if callable(value) or isinstance(value, str | bytes) else "; convert it with torch.as_tensor"
+
+
 def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
     if not isinstance(tensor, Tensor):
-        fix = "its mask is .as_mask().mask" if hasattr(tensor, "as_mask") else "convert it with torch.as_tensor"
-        raise TypeError(f"{name}: expected a tensor{meaning and ' ' + meaning}, got {type(tensor)}; {fix}")
+        got = _shown(tensor) if inspect.isroutine(tensor) else type(tensor)
+        raise TypeError(f"{name}: expected a tensor{meaning and ' ' + meaning}, got {got}{_tensor_meant(tensor)}")
     # A module that was never imported has made no tensor.
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):

@@ -8,7 +8,7 @@ Shapes: ``T`` tokens in the pack, ``S`` packed rows, ``N`` steps, ``G`` prompt g
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import advantages, aggregation, entropy, gates, kl, logprob_states, segments
 from ._version import __version__
@@ -21,6 +21,17 @@ from .loss_from_logits import PolicyLossFromLogits, policy_loss_from_logits
 from .losses import PolicyLoss, PolicyLossAndGrad, hierarchical_policy_loss, policy_loss, policy_loss_and_grad
 from .metrics import Metrics
 from .support import support_floor
+
+if TYPE_CHECKING:  # a __getattr__ that it saw would give any misspelt name a type
+    from . import plot, testing
+else:
+
+    def __getattr__(name: str) -> Any:
+        """``hpo_core.testing`` and ``hpo_core.plot`` are imported when they are first used: training needs neither."""
+        if name in ("plot", "testing"):
+            return importlib.import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "LevelMetrics",
@@ -51,10 +62,3 @@ __all__ = [
     "token_logprobs",
     "token_statistics",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """``hpo_core.testing`` and ``hpo_core.plot`` are imported when they are first used: training needs none of them."""
-    if name in ("plot", "testing"):
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

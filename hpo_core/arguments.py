@@ -8,6 +8,7 @@ import inspect
 import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,19 @@ from .checks import check, examined, is_traced, require_type
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
 is_compiling = torch.compiler.is_compiling
+
+
+class Short:
+    """A dataclass whose ``repr`` says what differs from the defaults, on one line that makes it again."""
+
+    def __repr__(self) -> str:
+        said = []
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.repr and (each.default is MISSING or value != each.default):
+                text = f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
+                said.append(text if each.default is MISSING else f"{each.name}={text}")
+        return f"{type(self).__name__}({', '.join(said)})"
 
 
 def examines(function: Function) -> Function:

@@ -62,7 +62,7 @@ def _shown(value: object) -> object:
         return value
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         name = getattr(value, "__name__", "functools.partial")
-        is_ours = getattr(value, "__module__", "").startswith("hpo_core.")  # most likely a constructor
+        is_ours = (getattr(value, "__module__", None) or "").startswith("hpo_core.")  # most likely a constructor
         return _Text(f"the function {name}" + (f"; call it: {name}()" if is_ours else ""))
     text = repr(value)
     if len(text) <= _LONGEST and "\n" not in text:
@@ -141,12 +141,24 @@ def examined(name: str, tensor: Any, meaning: str = "") -> torch.Tensor:
     return _materialised(name, tensor)
 
 
+def _tensor_meant(name: str, value: Any) -> str:
+    """How to get at the tensor that was meant."""
+    if hasattr(value, "as_mask"):
+        return "; its mask is .as_mask().mask"
+    if isinstance(value, torch.nn.Module):
+        return "; pass its .weight"
+    if hasattr(value, "logits"):
+        return "; pass its .logits"
+    of_names = isinstance(value, list | tuple) and any(isinstance(each, str | bytes) for each in value)
+    if of_names or (name.partition("[")[0].endswith("ids") and not callable(value)):
+        return "; convert it with hpo_core.segments.ids_of"
+    return "" if callable(value) or isinstance(value, str | bytes) else "; convert it with torch.as_tensor"
+
+
 def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
     if not isinstance(tensor, Tensor):
-        fix = "its mask is .as_mask().mask" if hasattr(tensor, "as_mask") else "convert it with torch.as_tensor"
-        if name.partition("[")[0].endswith("ids"):  # names of prompts and observations are no numbers
-            fix = "convert it with hpo_core.segments.ids_of"
-        raise TypeError(f"{name}: expected a tensor{meaning and ' ' + meaning}, got {type(tensor)}; {fix}")
+        got = _shown(tensor) if inspect.isroutine(tensor) else type(tensor)
+        raise TypeError(f"{name}: expected a tensor{meaning and ' ' + meaning}, got {got}{_tensor_meant(name, tensor)}")
     # A module that was never imported has made no tensor.
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):

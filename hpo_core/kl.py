@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .arguments import check_choice, check_member, check_number, examines, is_finite
+from .arguments import Short, check_choice, check_member, check_number, examines, is_finite
 from .checks import check
 from .specs import KLEstimator, KLGradient
 
@@ -23,8 +23,8 @@ _GRADIENTS = {
 }
 
 
-@dataclass(frozen=True)
-class KLPenalty:
+@dataclass(frozen=True, repr=False)
+class KLPenalty(Short):
     """``beta * k(s)`` added to the loss of every valid token, whatever token masks, token weights and windows are."""
 
     estimator: KLEstimator

@@ -313,9 +313,10 @@ def _check_operands(logits: torch.Tensor, targets: torch.Tensor, reference: bool
 def _predicted(targets: torch.Tensor, batch: PackedBatch | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Which tokens count and have logits; and which count and have none, where that is not checked."""
     batch, shape = as_batch(batch), targets.shape
-    if shape != batch.padded_shape:
-        meaning, fix = "[T] (one per token of the batch)", "a pack in a model's form [1, T, ...] is the first of each"
-        check_shape("targets", targets, (batch.total_tokens,), meaning, fix)
+    if shape != batch.padded_shape and shape != (batch.total_tokens,):
+        fix = "a batch takes both unshifted; of a model's form [1, T, V] pass logits[0] and targets[0]"
+        meaning = "[T] (one per token of the batch)" if batch.padded_shape is None else "[B, L] (that of the batch)"
+        check_shape("targets", targets, batch.padded_shape or (batch.total_tokens,), meaning, fix)
     check_device("targets", targets, batch.device, "the batch")
     predicted, unpredicted = batch.once(_predictions)
     return predicted.view(shape), None if unpredicted is None else unpredicted.view(shape)

@@ -32,7 +32,8 @@ from .metrics import Metrics
 from .segment_exchange import SegmentExchange, exchange_of
 from .specs import PolicyLossInputs, PolicyLossSpec
 
-Report = Collection[Literal["tokens", "levels", "corrections"]]
+_Reported = Literal["tokens", "levels", "corrections"]
+Report = tuple[_Reported, ...] | Collection[_Reported]  # for a Collection alone mypy takes ("levels",) for any strings
 
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
 _NO_INPUTS = GateInputs()

@@ -321,6 +321,13 @@ def test_moving():
     assert PackedBatch.from_padded(torch.ones(2, 3).bool()).to("meta").padded_shape == (2, 3)
 
 
+@pytest.mark.parametrize("wrong", [torch.float32, torch.int32, torch.ones(1), None], ids=str)
+def test_moving_changes_no_dtype(wrong):
+    """Kernels read offsets as int64: those of another dtype made them write out of bounds."""
+    with pytest.raises(TypeError, match=r"device: expected a device such as 'cuda:0', got .*; offsets and ids stay"):
+        full().to(wrong)
+
+
 @pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("make", [full, lambda: PackedBatch.from_padded(torch.eye(3).bool())], ids=["packed", "padded"])
 def test_copies(make, copied):
@@ -349,7 +356,7 @@ def test_copies(make, copied):
         ({"cu_seqlens": longs(0, 2).view(1, 2)}, ValueError, r"cu_seqlens: expected shape \[S \+ 1\]"),
         ({"cu_seqlens": longs(1, 2)}, ValueError, "cu_seqlens: expected a first offset of 0, got 1"),
         ({"cu_seqlens": longs(0, 2, 1)}, ValueError, r"cu_seqlens: .* never decrease, got \[2, 1\] at row 1"),
-        ({"total_tokens": 1}, ValueError, "cu_seqlens: expected a last offset <= 1 tokens, got 2; pass total_tokens"),
+        ({"total_tokens": 1}, ValueError, "cu_seqlens: expected a last offset <= 1 tokens, got 2; pass a mask"),
         # total_tokens
         ({"total_tokens": -1}, ValueError, "total_tokens: expected a count >= 0, got -1"),
         ({"total_tokens": 2.0}, TypeError, "total_tokens: expected an integer or None, got 2.0"),

@@ -4,10 +4,12 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 
 import hpo_core
+from hpo_core import prepared
 
 PACKAGE = Path(hpo_core.__file__).parent
 TESTS = sorted(Path(__file__).parent.glob("*.py"))
@@ -60,6 +62,16 @@ def imported(path: Path) -> set[str]:
             paths = [alias.name.split(".") for alias in node.names]
             names |= {path[1] for path in paths if path[0] == "hpo_core" and len(path) > 1}
     return names & set(ORDER)
+
+
+def test_type_checkers_see_names_not_getattr():
+    """A module-level ``__getattr__`` would give any misspelt name a type."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    assert "from . import plot, testing" in map(ast.unparse, checked.body)
+    assert not [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    of_tuples, _ = get_args(prepared.Report)  # mypy takes the strings of a tuple for literals only where one is meant
+    assert get_origin(of_tuples) is tuple
 
 
 @pytest.mark.parametrize("module", ORDER)

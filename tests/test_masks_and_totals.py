@@ -40,6 +40,20 @@ def test_integers_of_other_values():
         assert PackedBatch(OFFSETS, mask, validate=False).row_counts.tolist() == [2]  # values are not read
 
 
+def test_padded_integers_of_other_values():
+    """Ids of tokens, or labels with -100, in place of a mask: each of them would count."""
+
+    def loss(mask):
+        return hpo.policy_loss(torch.zeros(1, 3), None, torch.ones(1), mask)
+
+    for values, got, token in ([5, 0, 7], 5, 0), ([1, 0, -100], -100, 2):
+        mask = torch.tensor([values])
+        for way in PackedBatch.from_padded, loss:
+            with pytest.raises(ValueError, match=f"mask: expected 0 and 1, got {got} at token {token}; compare first"):
+                way(mask)
+        assert PackedBatch.from_padded(mask, validate=False).row_counts.tolist() == [2]
+
+
 TOTALS = (NAN, -5, -1.0, INF, -INF)
 MODES = {
     "token_mean": aggregation.token_mean,

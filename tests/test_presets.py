@@ -2,6 +2,7 @@
 
 import functools
 import math
+from fractions import Fraction
 from types import SimpleNamespace
 
 import paper_formulas as paper
@@ -11,7 +12,7 @@ from breadth import at_length, number  # noqa: F401 (the first is a fixture)
 from catalogue import FAMILIES, PRESETS, Example, judging
 
 import hpo_core as hpo
-from hpo_core import gates, specs, testing
+from hpo_core import entropy, gates, kl, specs, testing
 from hpo_core.gates import Action, Aggregate, Channel, Correction, Reduction, Unit
 from hpo_core.testing.budget import Expected, assert_within_budget
 
@@ -102,7 +103,15 @@ def test_a_gate_is_shown_on_one_line_that_makes_it_again(name):
     shown = repr(gate)
     assert "\n" not in shown and "source" not in shown and shown.startswith(f"RatioGate({gate.name!r}, ")
     names = {"inf": math.inf, **vars(gates), **vars(specs)}
-    assert eval(shown, names).spec() == gate.spec()
+    assert eval(shown, names) == gate and hash(eval(shown, names)) == hash(gate)
+
+
+@pytest.mark.parametrize(
+    "value", [kl.k3(0.1, gradient="importance"), entropy.ares(), entropy.forking_tokens("0.1")], ids=repr
+)
+def test_penalties_and_windows_are_shown_like_gates(value):
+    names = {"Fraction": Fraction, **vars(kl), **vars(entropy), **vars(specs)}
+    assert eval(repr(value), names) == value and "\n" not in repr(value)
 
 
 @pytest.mark.usefixtures("at_length")

@@ -166,6 +166,18 @@ ERRORS = [
         lambda: BATCH.select(ROWS.numpy()),
         "rows: expected a tensor or a sequence of integers, .*; convert it with torch.as",
     ),
+    (lambda: _loss(weights=hpo.aggregation.token_mean), r"weights: .*, got the function token_mean; call it: token_m"),
+    (lambda: _loss(weights=ROWS.mean), r"weights: expected a tensor \[S\] \(one per row\), got the function mean$"),
+    (lambda: _loss(weights="mean"), r"weights: expected a tensor \[S\] \(one per row\), got <class 'str'>$"),
+    (lambda: _loss(weights=torch.nn.Linear(1, 1)), r"weights: expected a tensor .*Linear'>; pass its \.weight"),
+    (
+        lambda: BATCH.replace(group_ids=["a", "b"]),
+        r"group_ids: .*'list'>; convert it with hpo_core\.segments\.ids_of",
+    ),
+    (
+        lambda: hpo.policy_loss(TOKENS, None, ROWS, next(BATCH.micro_batches(9))),
+        r"batch: expected a PackedBatch or a mask .*MicroBatch'>; pass its \.batch",
+    ),
     (lambda: _loss(token_mask=TOKENS.long()), r"token_mask: expected dtype bool, got int64; use token_mask\.bool\(\)"),
     (lambda: _loss(token_weight=TOKENS > 0), r"token_weight: .*, got bool; use token_weight\.float\(\)"),
     (

@@ -9,12 +9,12 @@ import torch
 
 from .. import ops
 from ..arguments import examines
-from ..checks import check, check_device, check_real, check_shape, examined, require_type
+from ..checks import INTEGERS, check, check_device, check_real, check_shape, examined, require_type
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
 from .hierarchy import Hierarchy, LeafTables, first_ranges, hierarchy_of, row_at, row_counts, trajectories_of
 from .levels import at_level
-from .structure import check_structure, checked_tensors
+from .structure import check_structure, check_zeros_and_ones, checked_tensors
 
 _STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
 
@@ -137,7 +137,7 @@ class PackedBatch:
 
         Calls with this batch take ``[B, L]`` tensors, and their results have that shape. ``ids`` are the keyword ids of
         the constructor; steps count tokens of the flattened ``[B * L]``. ``validate``: as there; by default values are
-        checked if there are steps on the CPU.
+        checked if there are steps on the CPU, and the values of an integer mask there.
 
         >>> import torch
         >>> PackedBatch.from_padded(torch.tensor([[1, 1, 0], [1, 0, 0]]))
@@ -149,7 +149,10 @@ class PackedBatch:
         offsets = torch.arange(batch + 1, dtype=torch.int64, device=mask.device) * length
         if validate is None:
             has_steps = any(ids.get(name) is not None for name in ("steps", "cu_steps", "step_ids"))
-            validate = has_steps and mask.is_cpu and not ops.is_traced(mask)
+            is_read = mask.is_cpu and not ops.is_traced(mask)
+            validate = has_steps and is_read
+            if is_read and mask.dtype in INTEGERS:  # ids or labels in its place would count everywhere
+                check_zeros_and_ones(mask.reshape(-1))
         result = cls(offsets, mask.reshape(-1), total_tokens=batch * length, validate=validate, **ids)
         object.__setattr__(result, "padded_shape", (batch, length))
         return result
@@ -424,8 +427,15 @@ class PackedBatch:
         object.__setattr__(result, "is_part", self.is_part)
         return result
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
         """The same batch on another device."""
+        # A dtype, which Tensor.to takes as well, would turn offsets into what kernels do not read as offsets.
+        require_type(
+            isinstance(device, torch.device | str | int),
+            "device: expected a device such as 'cuda:0', got {!r}; offsets and ids stay integers and the mask "
+            "bool, and of a tensor pass its .device",
+            device,
+        )
         moved = object.__new__(PackedBatch)
         moved.__setstate__(
             {
@@ -473,7 +483,9 @@ def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
     """The argument ``batch``, which may be a padded mask."""
     if isinstance(batch, PackedBatch):
         return batch
-    require_type(isinstance(batch, torch.Tensor), "batch: expected a PackedBatch or a mask [B, L], got {}", type(batch))
+    fix = "; pass its .batch" if isinstance(batch, MicroBatch) else ""
+    expected = "batch: expected a PackedBatch or a mask [B, L], got {}"
+    require_type(isinstance(batch, torch.Tensor), expected + fix, type(batch))
     check(batch.dim() == 2, "batch: expected a PackedBatch or a mask [B, L], got a tensor {}", list(batch.shape))
     return PackedBatch.from_padded(examined("batch", batch))
 

@@ -52,9 +52,7 @@ def checked_tensors(
         check_shape("mask", mask, (total_tokens,), "[T]", "for a padded [B, L] mask use PackedBatch.from_padded(mask)")
         raw, mask = mask, as_bool(mask)
         if validate and raw is not mask:
-            token = _first_true((raw != 0) & (raw != 1))
-            got = None if token is None else raw[token].item()
-            check(token is None, "mask: expected 0 and 1, got {} at token {}; compare first, mask != 0", got, token)
+            check_zeros_and_ones(raw)
     check(cu_steps is None or steps is None, "steps: give cu_steps or steps, not both")
     check(
         cu_steps is None or (cu_steps.dim() == 1 and cu_steps.numel() >= 1),
@@ -87,7 +85,8 @@ def check_structure(batch: PackedBatch) -> None:
     )
     check(
         int(offsets[-1]) <= batch.total_tokens,
-        "cu_seqlens: expected a last offset <= {} tokens, got {}; pass total_tokens if the buffer is longer",
+        "cu_seqlens: expected a last offset <= {} tokens, got {}; pass a mask of all tokens, or total_tokens if "
+        "the buffer is longer",
         batch.total_tokens,
         int(offsets[-1]),
     )
@@ -152,6 +151,12 @@ def _check_steps(name: str, begin: torch.Tensor, end: torch.Tensor, offsets: tor
     outside = (row < 0) | (row >= offsets.numel() - 1) | (end > offsets[(row + 1).clamp(0, offsets.numel() - 1)])
     step = _first_true(filled & outside)
     check(step is None, "{}: expected each step inside one row, not so at step {}", name, step)
+
+
+def check_zeros_and_ones(mask: torch.Tensor) -> None:
+    token = _first_true((mask != 0) & (mask != 1))
+    got = None if token is None else mask[token].item()
+    check(token is None, "mask: expected 0 and 1, got {} at token {}; compare first, mask != 0", got, token)
 
 
 def _first_true(wrong: torch.Tensor) -> int | None:

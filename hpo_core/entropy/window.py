@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from .. import ops
-from ..arguments import check_choice, check_flag, check_member, examines
+from ..arguments import Short, check_choice, check_flag, check_member, examines
 from ..backends import choice, is_reference
 from ..batch import PackedBatch, as_batch
 from ..checks import check, check_precise, check_shape, require_type
@@ -46,8 +46,8 @@ torch.serialization.add_safe_globals([WindowState])
 _Compared = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # values, mask, cu_seqlens
 
 
-@dataclass(frozen=True)
-class EntropyWindow:
+@dataclass(frozen=True, repr=False)
+class EntropyWindow(Short):
     """``mask_t = score_t >= threshold``: a windowed mean, and an exact quantile of it over the whole batch.
 
     Frozen, hashable, picklable. ``fit`` on the entropies of the whole optimiser step (those of the old policy are known
@@ -70,8 +70,8 @@ class EntropyWindow:
     rule: OrderRule = OrderRule.CEIL
     strict: bool = False
     scope: str = "batch"
-    source: str = ""
-    provenance: Provenance | None = field(default=None, repr=False)
+    source: str = field(default="", repr=False, compare=False)
+    provenance: Provenance | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         window = Window(self.first, self.last, "mean", self.boundary, self.invalid)  # which checks them

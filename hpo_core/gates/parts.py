@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 
-from ..arguments import check_member, check_number, check_numbers, is_finite
+from ..arguments import Short, check_member, check_number, check_numbers, is_finite
 from ..checks import check, require_type
 from ..specs import (
     Action,
@@ -51,19 +51,6 @@ def check_bounds_alone(name: str, gate: object) -> None:
 
 def names_of(kinds: tuple[type, ...]) -> str:
     return ", ".join(f"{kind.__name__}()" for kind in kinds[:-1]) + f" or {kinds[-1].__name__}()"
-
-
-class Short:
-    """Its ``repr`` says what differs from the defaults, on one line."""
-
-    def __repr__(self) -> str:
-        said = []
-        for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
-            if each.repr and (each.default is MISSING or value != each.default):
-                text = f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
-                said.append(text if each.default is MISSING else f"{each.name}={text}")
-        return f"{type(self).__name__}({', '.join(said)})"
 
 
 @dataclass(frozen=True)

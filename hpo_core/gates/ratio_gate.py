@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import check_member, check_number, is_finite
+from ..arguments import Short, check_member, check_number, is_finite
 from ..checks import check, require_type
 from ..kl import KLPenalty
 from ..specs import Aggregate, Head, Penalty, PolicyLossSpec, Provenance, Routing, TermSpec, TokenGate, Unit, in_floats
@@ -33,7 +33,6 @@ from .parts import (
     Level,
     LogClip,
     Pair,
-    Short,
     check_bounds_alone,
     check_pair,
     has_dual,
@@ -140,9 +139,10 @@ class RatioGate(Short):
     advantage_weights: Pair = (1.0, 1.0)
     penalty: Penalty = Penalty.NONE
     penalty_coefficient: float = 0.0
-    needs: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    source: str = field(default="", repr=False)
-    provenance: Provenance | None = field(default=None, repr=False)
+    needs: tuple[tuple[str, str], ...] = ()
+    # What a gate computes does not depend on these, so gates that differ in them alone are equal.
+    source: str = field(default="", repr=False, compare=False)
+    provenance: Provenance | None = field(default=None, repr=False, compare=False)
     # Made once: every loss call asks for them.
     _spec: PolicyLossSpec = field(init=False, repr=False, compare=False)
     _facts: tuple[bool, bool, bool] = field(init=False, repr=False, compare=False)

@@ -513,7 +513,7 @@ def test_extra_memory_is_that_of_a_block(count, vocabulary, dtype):
         ({"block": 64}, TypeError, "block: expected a pair of integers, got 64"),
         ({"temperature": 0.0}, ValueError, "temperature: expected finite numbers above 0 that float32 holds"),
         ({"batch": "pack"}, TypeError, r"batch: expected a PackedBatch or a mask \[B, L\], got"),
-        ({"batch": torch.ones(1, 3, dtype=torch.bool)}, ValueError, r"targets: expected shape \[T\] .*; a pack in"),
+        ({"batch": torch.ones(1, 3, dtype=torch.bool)}, ValueError, r"targets: .*; a batch takes both unshifted"),
         ({"batch": hpo.PackedBatch.from_lengths([2])}, ValueError, r"batch: its mask counts the first token of row"),
         ({"process_group": "world"}, TypeError, "process_group: expected a torch.distributed.ProcessGroup"),
     ],

@@ -96,7 +96,7 @@ def test_verls_list_has_every_estimator_that_its_batches_suffice_for():
                 accepted.add(name)
     # m_grpo is called once for each kind of trajectory.
     assert accepted == {*prompt_advantages.ESTIMATORS, "m_grpo"}
-    page = " ".join((Path(__file__).parents[1] / "docs/verl.md").read_text().split())
+    page = " ".join((Path(__file__).parents[1] / "docs/verl_advantages.md").read_text().split())
     assert f"`algorithm.adv_estimator=hpo_<name>`: {', '.join(prompt_advantages.ESTIMATORS)}. " in page
 
 

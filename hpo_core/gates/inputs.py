@@ -144,10 +144,10 @@ def bapo_bounds(
     (begin, end), positive = every[:2], every[2:]
     stays = positive[0] >= target * begin
     found = torch.full_like(end, high[1])
-    for upper, contributed in zip(reversed(heights), reversed(positive.unbind()), strict=True):
-        found = torch.where(contributed >= target * end, upper, found)  # a search on the host would synchronise
-    bounds = torch.where(stays, low[0], low[1]), torch.where(stays, high[0], found)
-    return GateInputs(bounds=(bounds[0].float().repeat(logp.numel()), bounds[1].float().repeat(logp.numel())))
+    for height, contributed in zip(reversed(heights), reversed(positive.unbind()), strict=True):
+        found = torch.where(contributed >= target * end, height, found)  # a search on the host would synchronise
+    lower, upper = torch.where(stays, low[0], torch.full_like(end, low[1])), torch.where(stays, high[0], found)
+    return GateInputs(bounds=(lower.float().repeat(logp.numel()), upper.float().repeat(logp.numel())))
 
 
 @of_tokens

@@ -848,6 +848,7 @@ MUTANTS = {
 NATIVE = {name: mutant for name, mutant in MUTANTS.items() if mutant.backend != "triton"}
 NUMBERS = {name: number for number, name in enumerate(NATIVE, 1)}
 KILLERS = {(mutant.backend, mutant.killer, repr(mutant.arguments)): name for name, mutant in NATIVE.items()}
+EVERY_RUN = {(NATIVE[name].backend, NATIVE[name].file): name for name in KILLERS.values()}.values()  # one for each file
 
 
 @functools.cache
@@ -885,7 +886,9 @@ def test_mutant_is_killed(name, as_backend, tmp_path):
     assert_killed(name, mutant.killer, {"backend": backend, **mutant.arguments})
 
 
-@pytest.mark.parametrize("name", KILLERS.values())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.long) for name in KILLERS.values()]
+)
 def test_killer_passes_where_no_mutant_is_switched_on(name, as_backend):
     """So it is the mutant that fails it, and not the library around all of them."""
     mutant = NATIVE[name]

@@ -608,6 +608,21 @@ def test_bapo_bounds_without_one_of_the_signs():
     assert gates.bapo_bounds(*torch.zeros(3, 0), hpo.PackedBatch.from_lengths([])).bounds[0].numel() == 0
 
 
+@pytest.mark.parametrize(
+    ("ratios", "advantages", "expected"),
+    [
+        ([1.5, 0.5], [1.0, -1.8], (0.6, 1.2)),  # balanced as long as the lower bound does not rise
+        ([math.exp(30), 1.0], [-1.0, 1e9], (0.6, 1.2)),  # log-ratios end at 20, as in verl
+        ([1.0, 1.0], [math.inf, -1.0], (0.8, 2.0)),
+        ([math.nan, 1.0, 1.0], [-1.0, 2.0, -1.0], (0.6, 1.2)),
+    ],
+)
+def test_bapo_bounds_by_hand(ratios, advantages, expected):
+    logp, batch = torch.tensor(ratios).log(), hpo.PackedBatch.from_lengths([1] * len(ratios))
+    bounds = gates.bapo_bounds(logp, torch.zeros_like(logp), torch.tensor(advantages), batch).bounds
+    assert [each[0].item() for each in bounds] == pytest.approx(expected)
+
+
 def bapo_of_rank(rank):
     x, advantages, mask = bapo_case(-0.25)
     rows = slice(10 * rank, 10 * rank + 10) if rank < 2 else slice(20, 40)

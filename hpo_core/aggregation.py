@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 from .arguments import check_choice, examines
 from .batch import PackedBatch, alone_without, renumber, row_counts
 from .checks import check, check_device, check_dtype, check_shape_of_tokens, require_type
-from .distributed import sum_in_order
+from .distributed import check_is_step, is_distributed, sum_in_order, world_size
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean", "vl_norm"]
 
@@ -58,34 +58,6 @@ def default(batch: PackedBatch, of_steps: bool) -> torch.Tensor:
     )
     weights: torch.Tensor = batch.once(_token_mean_in_steps if of_steps else token_mean)
     return weights
-
-
-def check_is_step(
-    name: str,
-    verb: str,
-    batch: PackedBatch,
-    whole: str,
-    ranks: str,
-    group: ProcessGroup | None = None,
-) -> None:
-    """Check that a default made of this batch's tokens, and those of the ``group``, is not known to miss some of the
-    optimiser step. ``whole``, ``ranks``: what to pass instead."""
-    check(
-        not batch.is_part,
-        "{}: this batch is a part of a larger one, and by default would {} its own tokens alone; pass {} of the whole",
-        name,
-        verb,
-        whole,
-    )
-    world = _world_size(None)
-    check(
-        world == 1 or group is not None,
-        "{}: {} ranks are initialised, and by default each would {} its own tokens alone; pass {}",
-        name,
-        world,
-        verb,
-        ranks,
-    )
 
 
 def _token_mean_in_steps(batch: PackedBatch) -> torch.Tensor:
@@ -316,10 +288,10 @@ def _ranks_averaged(
     if gradient_reduction is not None:
         check_choice("gradient_reduction", gradient_reduction, ("sum", "mean"))
     check(
-        gradient_reduction != "mean" or _is_distributed(),
+        gradient_reduction != "mean" or is_distributed(),
         "gradient_reduction: 'mean' needs torch.distributed to be initialised; on one process use 'sum'",
     )
-    world = _world_size(group)
+    world = world_size(group)
     check(
         world == 1 or gradient_reduction == "sum" or (is_global and gradient_reduction is not None),
         "gradient_reduction: {} ranks are initialised: pass process_group= (or total=) to count the tokens of all, and "
@@ -327,14 +299,6 @@ def _ranks_averaged(
         world,
     )
     return float(world) if gradient_reduction == "mean" else 1.0
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _world_size(group: ProcessGroup | None) -> int:
-    return torch.distributed.get_world_size(group) if _is_distributed() else 1
 
 
 def _over(scale: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

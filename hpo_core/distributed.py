@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
+from .batch import PackedBatch
 from .checks import check, require_type
 
 # All of them: a caller refuses a dtype in words of its own, on every rank alike.
@@ -38,6 +39,42 @@ def spanned(group: ProcessGroup) -> Iterator[None]:
 def ranks() -> ProcessGroup | None:
     """The process group whose ranks groups span at the moment, see :func:`spanned`; None in compiled code."""
     return None if torch.compiler.is_compiling() else _GROUP.get()
+
+
+def is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def world_size(group: ProcessGroup | None) -> int:
+    return torch.distributed.get_world_size(group) if is_distributed() else 1
+
+
+def check_is_step(
+    name: str,
+    verb: str,
+    batch: PackedBatch,
+    whole: str,
+    ranks: str,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Check that a default made of this batch's tokens, and those of the ``group``, is not known to miss some of the
+    optimiser step. ``whole``, ``ranks``: what to pass instead."""
+    check(
+        not batch.is_part,
+        "{}: this batch is a part of a larger one, and by default would {} its own tokens alone; pass {} of the whole",
+        name,
+        verb,
+        whole,
+    )
+    world = world_size(None)
+    check(
+        world == 1 or group is not None,
+        "{}: {} ranks are initialised, and by default each would {} its own tokens alone; pass {}",
+        name,
+        world,
+        verb,
+        ranks,
+    )
 
 
 def gather(own: torch.Tensor, group: ProcessGroup, name: str = "process_group") -> list[torch.Tensor]:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed
 
-from . import aggregation, ops
+from . import ops
 from .advantages import grpo
 from .advantages.terms import accepted_keywords, check_keywords, gathers_units, level_of, name_of
 from .backends import is_reference, resolve
 from .batch import PackedBatch, as_batch
 from .checks import check, require_type
+from .distributed import check_is_step
 from .entropy import EntropyWindow, Selection, WindowState
 from .gates import GateInputs, RatioGate
 from .kl import KLPenalty
@@ -232,7 +233,7 @@ def hierarchical_policy_loss(
     if isinstance(window, EntropyWindow) and window.scope == "batch" and options.get("threshold") is None:
         check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
         assert entropy is not None
-        aggregation.check_is_step(
+        check_is_step(
             "threshold",
             "fit",
             batch,

@@ -18,6 +18,7 @@ from ..arguments import Short, check_choice, check_flag, check_member, examines
 from ..backends import choice, is_reference
 from ..batch import PackedBatch, as_batch
 from ..checks import check, check_precise, check_shape, require_type
+from ..distributed import check_is_step
 from ..specs import INDEX_RULES, OrderRule, Provenance
 from .aggregates import BOUNDARIES, INVALID, Window, flat_values
 from .ranks import quantiles_over_ranks
@@ -194,7 +195,10 @@ class EntropyWindow(Short):
         batch = as_batch(batch)
         score = self.score(entropy, batch, backend=backend)
         if state is None:
-            self._check_is_step(batch)
+            if self.scope == "batch":
+                other = "a window with scope='call', or state=window.fit(entropy, batch"
+                whole, over_ranks = f"{other})", f"{other}, process_group=torch.distributed.group.WORLD)"
+                check_is_step("state", "fit", batch, whole, over_ranks)
             state = self.fit_score(score, backend=backend)
         check_scorer(self, state, score, backend)
         score = rounded_as(score, state.threshold)
@@ -219,25 +223,6 @@ class EntropyWindow(Short):
             selected = selected.reshape(entropy.shape)
         population, errors = counts.narrow(0, 0, 1), counts.narrow(0, 1, 1)  # split takes half as long again
         return WindowState(threshold, population, errors, _scorer(self, values, backend)), selected
-
-    def _check_is_step(self, batch: PackedBatch) -> None:
-        if self.scope == "call":
-            return
-        check(
-            not batch.is_part,
-            "state: this batch is a part of a larger one, and the window {!r} selects over the whole; pass "
-            "state=window.fit(entropy, batch) of the whole, or build the window with scope='call'",
-            self.name,
-        )
-        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        ranks = torch.distributed.get_world_size() if is_distributed else 1
-        check(
-            ranks == 1,
-            "state: {} ranks are initialised, and the window {!r} selects over all of them; pass state=window.fit("
-            "entropy, batch, process_group=torch.distributed.group.WORLD), or build the window with scope='call'",
-            ranks,
-            self.name,
-        )
 
     def _fit_over_ranks(
         self, score: torch.Tensor, group: torch.distributed.ProcessGroup, backend: str | None

@@ -2,13 +2,13 @@
 
 from ..specs import Action, Aggregate, Head, Penalty, Provenance, Reduction, Routing, Statistic, Unit
 from . import reconstructed
+from .balanced import bapo, bapo_bounds
 from .corrected import compose, decoupled, dppo_kl, dppo_tv, hispo, icepop, mis, opsm, tis
 from .experts import icpo_weight, ink_grpo_coefficient
 from .future_kl import fipo, fipo_weight
 from .hierarchical import fiberpo, step_gspo
 from .inputs import (
     archer_bounds,
-    bapo_bounds,
     bpo_target,
     chord_weight,
     clip_cov_mask,
@@ -26,7 +26,6 @@ from .sequence_level import a_lol, gmpo, gspo, gspo_token, luspo, rec, rec_ring,
 from .token_level import (
     archer_clip,
     aspo,
-    bapo,
     capo,
     ce_gppo,
     cispo,

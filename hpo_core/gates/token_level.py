@@ -204,21 +204,6 @@ def dcpo_clip(ratio_cap: float = 10.0) -> RatioGate:
 
 
 @examines
-def bapo(ratio_dual: float | None = 3.0) -> RatioGate:
-    """PPO's clip with bounds that balance positive and negative advantages (arXiv 2510.18927; its code): pass
-    ``gate_inputs=bapo_bounds(logp, old_logp, advantages, batch)``.
-
-    Args:
-        ratio_dual: of the ratio for ``A < 0``, 3 as in the code, which is verl's default.
-
-    >>> bapo().token.high
-    (1.2, 3.0)
-    """
-    gate = ppo_clip(0.4, 0.2, ratio_dual)
-    return renamed("bapo", gate, "arXiv 2510.18927", bounds="gates.bapo_bounds(logp, old_logp, advantages, batch)")
-
-
-@examines
 def clip_cov(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = None) -> RatioGate:
     """Clip-Cov: PPO's clip, with a few tokens of high covariance taken out: pass ``gate_inputs=clip_cov_mask(...)``
     (arXiv 2505.22617; verl).

@@ -461,6 +461,9 @@ def test_verl_agent_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch)
     monkeypatch.setenv("HPO_GATE", "tis")
     with pytest.raises(ValueError, match="no sampler"):
         of_verl_agent(batch, batch.logp)
+    monkeypatch.setenv("HPO_GATE", "gpso")
+    with pytest.raises(ValueError, match="HPO_GATE: no function 'gpso'"):
+        of_verl_agent(batch, batch.logp)
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_agg_mode"):
         of_verl_agent(batch, batch.logp, loss_agg_mode="mean")

@@ -9,6 +9,7 @@ with :class:`~hpo_core.integrations.trl.HPOMixin` in front, so all that docs/trl
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 try:
@@ -22,7 +23,7 @@ from .named import named_estimator, named_gate, named_window
 
 __all__ = ["HPOArguments", "HPOPlugin"]
 
-_MADE_FROM = {"gate": named_gate, "advantage": named_estimator, "window": named_window}
+_MADE_FROM: dict[str, Callable[[str], Any]] = {"gate": named_gate, "advantage": named_estimator, "window": named_window}
 
 # The arguments of HPOMixin that the yaml names, for the trainer of this process.
 _told: dict[str, Any] = {}

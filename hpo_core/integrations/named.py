@@ -29,8 +29,8 @@ from ..gates import RatioGate
 VARIABLE = "HPO_GATE"
 
 
-def named_gate(text: str | RatioGate) -> RatioGate:
-    """The gate that a text names; a gate is returned as it is.
+def named_gate(text: str | RatioGate, argument: str = "gate") -> RatioGate:
+    """The gate that a text names; a gate is returned as it is. Errors name ``argument``.
 
     >>> named_gate("icepop(0.5, 5.0, gate=dapo)").token.high[0]
     1.28
@@ -38,8 +38,9 @@ def named_gate(text: str | RatioGate) -> RatioGate:
     Traceback (most recent call last):
     ValueError: gate: no function 'gpso' in hpo_core.gates, did you mean 'gspo'? got 'gpso(eps_low=3e-4)'
     """
-    made = _made("gate", text, gates) if isinstance(text, str) else text
-    require_type(isinstance(made, RatioGate), "gate: expected a RatioGate, or a text such as 'dapo()', got {!r}", text)
+    made = _made(argument, text, gates) if isinstance(text, str) else text
+    expected = "{}: expected a RatioGate, or a text such as 'dapo()', got {!r}"
+    require_type(isinstance(made, RatioGate), expected, argument, text)
     return made
 
 
@@ -69,7 +70,8 @@ def named_estimator(text: str) -> Callable[..., torch.Tensor]:
 
 def told_gate() -> RatioGate | None:
     """The gate of the environment variable ``HPO_GATE``, or None."""
-    return named_gate(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+    text = os.environ.get(VARIABLE)
+    return named_gate(text, VARIABLE) if text else None
 
 
 def _tree(argument: str, text: str) -> ast.expr:

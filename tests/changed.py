@@ -105,6 +105,7 @@ RULES = [
     *kernels("loss_from_logits", ("loss_from_logits",)),
     *kernels("scale", ("scale",)),
     Rule(("csrc/cpu/arithmetic.h",), (*OPERATORS, "ambient_defaults")),
+    Rule(("csrc/cpu/row_advantages.h",), LOSS),
     Rule(("csrc/cpu/lanes.h", "csrc/cpu/parallel.h", "csrc/cpu/rows.h"), OPERATORS),
     Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),
     Rule(("csrc/cuda/grid.cuh", "csrc/cuda/warp.cuh", "csrc/cuda/status.cu", "csrc/include/hpo/cuda.h",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from breadth import at_length, number  # noqa: F401 (the first is a fixture)
-from catalogue import KINDS, PENALTIES, assert_exact, bits, run
+from catalogue import KINDS, PENALTIES, assert_exact, bits, differing, run
 from conftest import NATIVE
 from hypothesis import strategies as st
 
@@ -163,7 +163,8 @@ def test_tiles_of_few_rows_have_the_gradient_of_any_other(gate, masked, backend=
     """Without anything exceptional the CPU goes through few rows one by one, each by its sign and its bounds alone.
 
     They meet inside a vector, in the last one of a group, where a group begins, and where a tile does; one has no valid
-    token, and seven tokens are in no row. Entropies that are NaN and advantages of tokens send them the long way.
+    token, and seven tokens are in no row. Entropies that are NaN and advantages of tokens that differ inside a row send
+    them the long way.
     """
     borders = torch.tensor([0, 1020, 1144, 1152, 1400, 1401, 2048, 2500, 2563, 6000, 9001])
     tokens, lengths = 9008, borders.diff().tolist()
@@ -186,8 +187,12 @@ def test_tiles_of_few_rows_have_the_gradient_of_any_other(gate, masked, backend=
     unknown = torch.full((tokens,), math.nan)
     own = torch.ones(tokens).index_put((torch.arange(9001),), advantages.repeat_interleave(borders.diff()))
     given = {"advantage_level": "token", "entropy": unknown, "backend": backend}
-    long_way = hpo.policy_loss_and_grad(logp, old_logp, own, batch, gate, **given)
-    assert bits(plain.grad) == bits(long_way.grad)
+    one_for_a_row = hpo.policy_loss_and_grad(logp, old_logp, own, batch, gate, **given)
+    assert bits(plain.grad) == bits(one_for_a_row.grad)
+    long_way = hpo.policy_loss_and_grad(logp, old_logp, differing(own), batch, gate, **given)
+    if not gate.levels:  # else the gradients of all tokens know of the others
+        assert bits(plain.grad[1::8]) == bits(long_way.grad[1::8])
+    torch.testing.assert_close(plain.grad, long_way.grad, rtol=2e-6, atol=1e-12)
     torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
 
 
@@ -198,7 +203,8 @@ def test_tiles_of_few_rows_have_the_gradient_of_any_other(gate, masked, backend=
 )
 def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     """The CPU takes a tile for near 0 if the last one was, and has another exponential for those. A row alone has none
-    before it; and advantages of tokens send all of them the long way, which rounds differently."""
+    before it; and advantages of tokens that differ inside each row send all of them the long way, which rounds
+    differently."""
     lengths = [2048, 1024, 1024, 1024, 2048, *[40] * 60, 1024, 1024, 1030, 1100, 500, 2048]
     spreads = torch.tensor([0.01, 0.01, 0.5, 0.01, 2.0, *[0.01] * 59, 0.4, 0.01, 0.0, 0.3, 0.3, 0.5, 0.3])
     batch = hpo.PackedBatch.from_lengths(lengths)
@@ -224,10 +230,49 @@ def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
         out = hpo.policy_loss_and_grad(new, old, advantages[this], alone, gate, weights=weights[this], backend=backend)
         assert bits(out.grad) == bits(grad)
 
-    own = advantages.repeat_interleave(torch.tensor(lengths))
+    own = differing(advantages.repeat_interleave(torch.tensor(lengths)))
     long_way = hpo.policy_loss_and_grad(logp, old_logp, own, batch, gate, advantage_level="token", **keywords)
     torch.testing.assert_close(plain.grad, long_way.grad, rtol=2e-6, atol=1e-12)
     torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
+
+
+def test_on_policy_a_row_without_one_log_ratio_has_the_gradient_of_any_other(backend):
+    """On the CPU such a row goes the long way, where a constant comes back from the mean of its sum to the bit, too."""
+    lengths = torch.tensor([999, 30, 1500])
+    logp = -torch.rand(int(lengths.sum()), generator=torch.Generator().manual_seed(6))
+    logp[[5, 1000, 2000]] = math.nan
+    advantages, weights = torch.tensor([0.7, -1.3, 0.1]), torch.tensor([0.3, 0.11, 0.013])
+    given = (logp, logp, advantages, hpo.PackedBatch.from_lengths(lengths.tolist()), gates.gspo())
+    given = testing.move(given, testing.device_of(backend))
+    grad = hpo.policy_loss_and_grad(*given, weights=weights.to(given[0].device), backend=backend).grad.cpu()
+    expected = (-weights * advantages).repeat_interleave(lengths).where(~logp.isnan(), 0.0)
+    assert bits(grad) == bits(expected)
+
+
+@pytest.mark.parametrize("gate", [*KINDS.values(), gates.fiberpo()], ids=[*KINDS, "fiberpo"])
+def test_advantages_of_tokens_that_are_one_in_each_row_are_those_of_rows(gate, backend="cpu"):
+    """To the bit, whatever stands at masked tokens and in the other rows; the last row has one that differs."""
+    lengths = [3000, 1, 0, *[30] * 50, 17_000, 1024, 5]
+    draw, tokens = torch.Generator().manual_seed(4), sum(lengths)
+    mask = torch.rand(tokens, generator=draw) < 0.9
+    mask[:1], mask[3001:3031], mask[-5:] = False, False, True
+    old_logp = -torch.rand(tokens, generator=draw)
+    logp = old_logp + 0.3 * torch.randn(tokens, generator=draw)
+    advantages = torch.randn(len(lengths), generator=draw)
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    own = torch.where(mask, advantages[row], math.nan)
+    own[-1] += 1
+    batch = hpo.PackedBatch.from_lengths(lengths, mask=mask)
+    of_rows = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, backend=backend)
+    of_tokens = hpo.policy_loss_and_grad(logp, old_logp, own, batch, gate, advantage_level="token", backend=backend)
+    assert bits(of_rows.grad[:-5]) == bits(of_tokens.grad[:-5])
+    alike = torch.where(mask, advantages[row], math.nan)
+    of_tokens = hpo.policy_loss_and_grad(logp, old_logp, alike, batch, gate, advantage_level="token", backend=backend)
+    assert bits(of_rows.grad) == bits(of_tokens.grad) and bits(of_rows.loss) == bits(of_tokens.loss)
+    assert bits(of_rows.metrics.vector) == bits(of_tokens.metrics.vector)
+    late = alike.index_put((mask[:20_000].nonzero()[-1:, 0],), torch.tensor(-5.0))  # of the row of 17,000 tokens
+    of_tokens = hpo.policy_loss_and_grad(logp, old_logp, late, batch, gate, advantage_level="token", backend=backend)
+    assert bits(of_rows.loss) != bits(of_tokens.loss)
 
 
 LEVELS_WITH_PENALTY = {
@@ -242,7 +287,7 @@ LEVELS_WITH_PENALTY = {
 @pytest.mark.parametrize("gate", LEVELS_WITH_PENALTY.values(), ids=LEVELS_WITH_PENALTY)
 def test_a_penalty_beside_the_fast_path_of_levels(gate, backend="cpu"):
     """The CPU adds the penalty of a reference policy to what the fast path of a leaf has written. Rows that have a
-    log-ratio to it of some size, or none, go the long way, which advantages of tokens send all of them."""
+    log-ratio to it of some size, or none, go the long way, which advantages of tokens that differ send all of them."""
     lengths = [2048, 1030, 300, *[40] * 30, 1100, 2048]
     draw, tokens = torch.Generator().manual_seed(3), sum(lengths)
     mask = torch.rand(tokens, generator=draw) < 0.8
@@ -253,7 +298,7 @@ def test_a_penalty_beside_the_fast_path_of_levels(gate, backend="cpu"):
     ref_logp[2048], ref_logp[3100], ref_logp[3400] = -15.0, math.nan, -math.inf
     ref_logp[~mask] = math.nan
     advantages = torch.randn(len(lengths), generator=draw)
-    own = advantages.repeat_interleave(torch.tensor(lengths))
+    own = differing(advantages.repeat_interleave(torch.tensor(lengths)))
     for masked, (estimator, gradient) in itertools.product(
         (False, True), ((hpo.kl.k1, "value"), (hpo.kl.k2, "value"), (hpo.kl.k3, "value"), (hpo.kl.k3, "importance"))
     ):

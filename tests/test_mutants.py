@@ -238,8 +238,7 @@ MUTANTS = {
     "cpu: a constant does not come back to the bit from the mean of its sum": Mutant(
         "cpu", "cpu/hierarchy_tokens.h",
         "plan.term.drop ? add_terms(each, n, sums) : add_runs(each, n, sums)", "add_runs(each, n, sums)",
-        "test_gates.test_tiles_of_few_rows_have_the_gradient_of_any_other",
-        {"gate": gates.gspo(0.1, 0.2), "masked": False},
+        "test_gates.test_on_policy_a_row_without_one_log_ratio_has_the_gradient_of_any_other", {},
     ),
     "cpu: the penalty of a masked token is paid": Mutant(
         "cpu", "cpu/hierarchy_reference.h",

@@ -12,6 +12,7 @@
 //   here             one call from begin to end
 #include "gates_tokens.h"
 #include "kernels.h"
+#include "row_advantages.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
 
@@ -24,10 +25,12 @@ struct Workspace {
   Arena arena;
   Partial* partials;  // [chunks]
   uint8_t* seen;      // [rows], 1 where a row has a valid token
+  RowAdvantages row_advantages;
   RowFactors row_factors;
   int64_t bytes;
 
-  Workspace(void* base, int64_t tokens, int64_t row_count) : arena(base), row_factors(arena, tokens, row_count) {
+  Workspace(void* base, int64_t tokens, int64_t row_count)
+      : arena(base), row_advantages(arena, row_count), row_factors(arena, tokens, row_count) {
     partials = arena.take<Partial>(ceil_divide(tokens, kChunk));
     seen = arena.take<uint8_t>(row_count);
     bytes = arena.bytes();
@@ -81,8 +84,10 @@ int64_t policy_loss_workspace(int64_t tokens, int64_t rows) { return Workspace(n
 
 void policy_loss(const PolicyLossArgs& given, const GateStructure& structure, const GateNumbers& numbers, int threads) {
   const Workspace space(given.workspace, given.tokens, given.rows);
-  const PolicyLossArgs args = space.row_factors.added_to(given, true, threads);
-  const Rows rows(args.cu_seqlens, args.rows, args.tokens);
+  const Rows rows(given.cu_seqlens, given.rows, given.tokens);
+  space.row_advantages.find(given, rows, threads);
+  const bool alike = space.row_advantages.all_alike(given);
+  const PolicyLossArgs args = space.row_factors.added_to(alike ? space.row_advantages.put_into(given) : given, true, threads);
   const Call call = {args, structure, numbers, rows};
   threads = worthwhile(threads, args.tokens + args.rows);
   std::memset(space.seen, 0, size_t(args.rows));

@@ -103,7 +103,9 @@ void broadcast_grad(const Leaves& leaves, const Workspace& space, int threads) {
   });
 }
 
-void gate_leaves(const Leaves& leaves, const Workspace& space, int threads) {
+void gate_leaves(const RowSweeps& sweeps, int threads) {
+  const Leaves& leaves = sweeps.given.leaves;
+  const Workspace& space = sweeps.given.space;
   for_each_range(leaves.count(), threads, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       if (leaves.length(p) == 0 || leaves.stands_alone(p)) continue;
@@ -111,7 +113,7 @@ void gate_leaves(const Leaves& leaves, const Workspace& space, int threads) {
       std::memset(space.slopes[p].slope, 0, size_t(leaves.hierarchy.depth) * sizeof *space.slopes[p].slope);
       const auto segment = [&](int k) { return space.segments()[k * leaves.count() + leaves.ancestor(k, p)]; };
       if (leaves.hierarchy.depth > 0 && space.log_ratios[p].valid > 0)
-        gate_leaf(leaves, p, segment, space.gates[p], space.slopes[p]);
+        gate_leaf(sweeps.at(leaves.row(p)).call.args, leaves, p, segment, space.gates[p], space.slopes[p]);
     }
   });
 }
@@ -157,11 +159,14 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   const auto reaches = [&](Stage stage) { return does(hierarchy, stage); };
   const PolicyLossArgs args = space.row_factors.added_to(given, reaches(Stage::sums), threads);
   const Rows rows(args.cu_seqlens, args.rows, args.tokens);
-  const Call call = {args, structure, numbers, rows};
+  if (reaches(Stage::sums)) space.row_advantages.find(args, rows, threads);
+  const PolicyLossArgs args_of_alike = space.row_advantages.put_into(args);
+  const Call call = {args, structure, numbers, rows}, call_of_alike = {args_of_alike, structure, numbers, rows};
   const Leaves leaves(hierarchy, args, space.start);
-  const TokenPlan plan(call, hierarchy);
-  const Calls calls(call);
-  const Sweeps sweeps = {calls, leaves, space, plan};
+  const TokenPlan plan(call, hierarchy), plan_of_alike(call_of_alike, hierarchy);
+  const Calls calls(call), calls_of_alike(call_of_alike);
+  const Sweeps given_sweeps = {calls, leaves, space, plan}, sweeps_of_alike = {calls_of_alike, leaves, space, plan_of_alike};
+  const RowSweeps sweeps = {given_sweeps, sweeps_of_alike};
   if (!whole) space.tables = hierarchy.tables;
   const bool by_tiles = hierarchy.depth == 0 && plan.term_loop && leaves.are_rows;
   const bool some_together = !by_tiles && (leaves.together > 0 || !whole);  // a process without tokens fills its tables too
@@ -170,7 +175,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
     parallel_for(leaves.tasks(), threads, [&](int64_t task) {
       Scratch scratch;
       leaves.for_each_block(task, [&](const Block& block) {
-        if (!leaves.stands_alone(block.leaf)) body(task, block, scratch);
+        if (!leaves.stands_alone(block.leaf)) body(sweeps.at(block.row), task, block, scratch);
       });
     });
   };
@@ -178,16 +183,17 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   if (reaches(Stage::sums)) {
     std::memset(space.seen, 0, size_t(args.rows));
     clear_gaps(leaves);
-    if (by_tiles) run_rows(sweeps, threads);
+    if (by_tiles) run_rows(space.row_advantages.all_alike(args) ? sweeps_of_alike : given_sweeps, threads);
     else
       parallel_for(leaves.tasks(), threads, [&](int64_t task) {
         Scratch scratch;
         Partial partial;
-        measure_blocks(sweeps, task, scratch, partial, [&](const Block& block, const LogRatios& sums, bool fast) {
-          if (leaves.stands_alone(block.leaf)) return sweeps.settle(block, sums, fast, scratch, partial);
-          (block.begins ? space.log_ratios[block.leaf] : space.log_ratios_of_blocks[task]) = sums;
-          space.fast_at(task, block) = fast;
-        });
+        measure_blocks(sweeps, task, scratch, partial,
+                       [&](const Sweeps& of_row, const Block& block, const LogRatios& sums, bool fast) {
+                         if (leaves.stands_alone(block.leaf)) return of_row.settle(block, sums, fast, scratch, partial);
+                         (block.begins ? space.log_ratios[block.leaf] : space.log_ratios_of_blocks[task]) = sums;
+                         space.fast_at(task, block) = fast;
+                       });
         space.partials[task] = partial;
       });
     if (some_together) {
@@ -198,11 +204,11 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
 
   if (reaches(Stage::sweep)) {
     if (some_together) {
-      gate_leaves(leaves, space, threads);
-      for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {
+      gate_leaves(sweeps, threads);
+      for_each_block_together([&](const Sweeps& of_row, int64_t task, const Block& block, Scratch& scratch) {
         Flow flow = {};
-        sweeps.gather_weights(block, scratch);
-        sweeps.finish(block, space.gates[block.leaf], space.fast_at(task, block), scratch, space.partials[task], flow);
+        of_row.gather_weights(block, scratch);
+        of_row.finish(block, space.gates[block.leaf], space.fast_at(task, block), scratch, space.partials[task], flow);
         (block.begins ? space.flows[block.leaf] : space.flows_of_blocks[task]) = flow;
       });
     }
@@ -218,9 +224,9 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   if (reaches(Stage::reduce_grad)) add_aggregate_grads(leaves, space, threads);
   if (reaches(Stage::broadcast_grad)) {
     broadcast_grad(leaves, space, threads);
-    for_each_block_together([&](int64_t task, const Block& block, Scratch& scratch) {
+    for_each_block_together([&](const Sweeps& of_row, int64_t task, const Block& block, Scratch& scratch) {
       const auto& token_grad = space.token_grad[block.leaf];
-      sweeps.receive(block, space.gates[block.leaf], {token_grad[0], token_grad[1]}, space.fast_at(task, block), scratch);
+      of_row.receive(block, space.gates[block.leaf], {token_grad[0], token_grad[1]}, space.fast_at(task, block), scratch);
     });
   }
 }

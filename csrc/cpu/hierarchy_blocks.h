@@ -24,9 +24,9 @@ inline void add_log_ratios(const Tile& tile, const float* entering, int n, bool 
 
 // The levels above the tokens of one leaf, which has some. segment(k): the sums of its segment at level k.
 template <class SegmentAt>
-HPO_INLINE void gate_leaf(const Leaves& leaves, int64_t p, const SegmentAt& segment, LeafGate& gate, LevelSlopes& slopes) {
+HPO_INLINE void gate_leaf(const PolicyLossArgs& args, const Leaves& leaves, int64_t p, const SegmentAt& segment, LeafGate& gate,
+                          LevelSlopes& slopes) {
   // Advantages of rows have one sign here.
-  const PolicyLossArgs& args = leaves.args;
   const int negative = !args.advantage_per_token && args.advantages[leaves.row(p)] < 0.0f;
   const int first_sign = args.advantage_per_token ? 0 : negative, last_sign = args.advantage_per_token ? 1 : negative;
   for (int channel = 0; channel <= leaves.hierarchy.split; ++channel) {
@@ -370,7 +370,7 @@ struct Sweeps {
     LeafGate gate = {};
     LevelSlopes slopes = {};
     if (plan.hierarchy.depth > 0 && sums.valid > 0) {
-      gate_leaf(leaves, block.leaf, [&](int) { return sums; }, gate, slopes);
+      gate_leaf(call.args, leaves, block.leaf, [&](int) { return sums; }, gate, slopes);
     }
     Flow flow = {};
     if (fast && call.args.ref_logp) {  // one order of additions on every path
@@ -406,36 +406,49 @@ struct Sweeps {
   }
 };
 
-// Calls body(block, sums, fast) for the blocks of a task behind their first sweep. Short ones are measured together, as what is
-// done once a tile takes longer than their tokens do.
+// The sweeps of each row. Where advantages are of tokens, the rows whose tokens have one take those of rows.
+struct RowSweeps {
+  const Sweeps &given, &of_alike;
+
+  const Sweeps& at(int64_t row) const {
+    return given.call.args.advantage_per_token && given.space.row_advantages.alike[row] ? of_alike : given;
+  }
+};
+
+// Calls body(sweeps, block, sums, fast) for the blocks of a task behind their first sweep. Short ones are measured together, as
+// what is done once a tile takes longer than their tokens do.
 template <class Body>
-inline void measure_blocks(const Sweeps& sweeps, int64_t task, Scratch& scratch, Partial& partial, const Body& body) {
+inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& scratch, Partial& partial, const Body& body) {
   Block blocks[kFewRows];
   int count = 0;
-  const auto measure_one = [&](const Block& block) {
+  const auto measure_one = [&](const Sweeps& sweeps, const Block& block) {
     LogRatios sums = {};
     sweeps.classify_masks(block, scratch);
     const bool fast = sweeps.measure(block, scratch, partial, sums);
-    body(block, sums, fast);
+    body(sweeps, block, sums, fast);
   };
   const auto flush = [&] {
+    if (count == 0) return;
+    const Sweeps& sweeps = sweeps_of.at(blocks[0].row);
     LogRatios sums[kFewRows];
     const bool together = count > 1 && sweeps.measure_together(blocks, count, scratch, partial, sums);
     for (int i = 0; i < count; ++i) {
       if (!together) {
-        measure_one(blocks[i]);
+        measure_one(sweeps, blocks[i]);
         continue;
       }
       sweeps.classify_masks(blocks[i], scratch);
-      body(blocks[i], sums[i], sweeps.plan.stays_fast());
+      body(sweeps, blocks[i], sums[i], sweeps.plan.stays_fast());
     }
     count = 0;
   };
-  sweeps.leaves.for_each_block(task, [&](const Block& block) {
+  sweeps_of.given.leaves.for_each_block(task, [&](const Block& block) {
+    const Sweeps& sweeps = sweeps_of.at(block.row);
     if (block.tokens >= 2 * kWorthwhileRow || !sweeps.plan.measures_fast || sweeps.plan.weighs) {
       flush();
-      return measure_one(block);
+      return measure_one(sweeps, block);
     }
+    // Each of the blocks that wait has a plan that measures fast, so that all have the same.
     if (count == kFewRows || (count > 0 && block.first + block.tokens - blocks[0].first > kTile - kGridOfLines)) flush();
     blocks[count++] = block;
   });

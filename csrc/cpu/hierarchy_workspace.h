@@ -2,6 +2,7 @@
 #pragma once
 #include "hierarchy_leaves.h"
 #include "hierarchy_tokens.h"
+#include "row_advantages.h"
 
 namespace hpo::HPO_ISA {
 
@@ -17,10 +18,12 @@ struct HierarchyWorkspace {
   LeafGate* gates;  // [leaves]
   LevelSlopes* slopes;  // [leaves]
   float (*token_grad)[2];  // [leaves]: of each token through aggregates, by channel
+  RowAdvantages row_advantages;
   RowFactors row_factors;
   int64_t bytes;
 
-  HierarchyWorkspace(void* base, int64_t tokens, int64_t rows, int64_t count) : arena(base), row_factors(arena, tokens, rows) {
+  HierarchyWorkspace(void* base, int64_t tokens, int64_t rows, int64_t count)
+      : arena(base), row_advantages(arena, rows), row_factors(arena, tokens, rows) {
     const int64_t tasks = tokens / kChunk + 1;
     partials = arena.take<Partial>(tasks);
     seen = arena.take<uint8_t>(rows);

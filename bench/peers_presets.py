@@ -304,6 +304,7 @@ FORMULAS: dict[str, Callable[[View], torch.Tensor]] = {
     "kimi": quadratic,
     "kl_cov": kl_cov,
     "luspo": lambda view: gspo(view, 2e-3, 2.5e-3),
+    "m2po_clip": lambda view: bounded(view, float("inf")),
     "m2po": lambda view: view.ratio() * view.cost * view.rows.token_mask,
     "mdpo": mdpo,
     "mis": mis,

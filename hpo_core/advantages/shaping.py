@@ -141,7 +141,7 @@ def aspo_shaping(
     return as_advantages(given + torch.minimum(torch.maximum(shift, -bound), bound), advantages, backend)
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.VERIFIED)
 def negative_sample(
     is_correct: torch.Tensor, *, positive_weight: float = 0.0, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -152,6 +152,9 @@ def negative_sample(
         is_correct: ``[S]`` bool.
         positive_weight: 0 learns from mistakes alone; .1 is the paper's weighted REINFORCE, 1 REINFORCE.
 
+    Traps: with a weight of 0 the code takes right responses out of the batch before its token mean, and so does
+    ``aggregation.token_mean(batch, selected=mask)`` with the tokens of the others; else they stay in the denominator.
+
     >>> negative_sample(torch.tensor([True, False]), positive_weight=0.1)
     tensor([ 0.1000, -1.0000])
     """
@@ -161,10 +164,10 @@ def negative_sample(
     return advantages if mask is None else torch.where(mask, advantages, 0.0)
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.VERIFIED)
 def positive_sample(is_correct: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Positive-sample reinforcement: 1 for right responses, nothing for wrong ones (arXiv 2506.01347). Returns ``[S]``
-    float32.
+    float32. Wrong ones stay in denominators unless ``selected=`` leaves them out, as :func:`negative_sample` says.
 
     >>> positive_sample(torch.tensor([True, False]))
     tensor([1., 0.])

@@ -196,7 +196,7 @@ _ALIKE = {
     ),
     "values": (
         "values predictions second_critic low_values high_values switch_values parent_values answer_values "
-        "root_values deviations reference weights gains second_values credits future_values "
+        "root_values deviations drift reference weights gains second_values credits future_values "
         "model_rewards rule_rewards judged_rewards search selection perception form"
     ),
     "lengths": "lengths turns budgets multiplicity",

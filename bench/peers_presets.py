@@ -305,6 +305,7 @@ FORMULAS: dict[str, Callable[[View], torch.Tensor]] = {
     "kl_cov": kl_cov,
     "luspo": lambda view: gspo(view, 2e-3, 2.5e-3),
     "m2po": lambda view: view.ratio() * view.cost * view.rows.token_mask,
+    "m2po_clip": lambda view: bounded(view, INF),
     "mdpo": mdpo,
     "mis": mis,
     "nft": nft,

@@ -89,6 +89,7 @@ PRESETS = {
     "hapo_clip": (gates.hapo_clip(ratio_dual=1.4), functools.partial(paper.ppo_with_bounds, dual=1.4), "bounds"),
     "archer_clip": (gates.archer_clip(ratio_dual=None), paper.ppo_with_bounds, "bounds"),
     "bapo": (gates.bapo(1.3), functools.partial(paper.ppo_with_bounds, dual=1.3), "bounds"),
+    "m2po_clip": (gates.m2po_clip(1.4), functools.partial(paper.ppo_with_bounds, dual=1.4), "bounds"),
     "dcpo_clip": (gates.dcpo_clip(1.5), functools.partial(paper.ppo_with_bounds, dual=1.5), "bounds"),
     "fipo": (gates.fipo(ratio_dual=1.25), paper.fipo, "future"),
     "clip_cov": (gates.clip_cov(), paper.ppo_clip, "token_mask"),

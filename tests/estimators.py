@@ -120,6 +120,7 @@ CASES = {
     "icpo": lambda g: A.icpo(g.reward, g.group, flags(g, "other"), progress=0.25, threshold=0.4, **g.rest),
     "mc_grpo": lambda g: A.mc_grpo(g.reward, g.group, **g.rest),
     "adora": lambda g: A.adora(g.reward, g.group, g.length, g.flag, **g.rest),
+    "real": lambda g: A.real(g.flag, g.group, g.reward, temperature=0.7, **g.rest),
     "aspo_shaping": lambda g: A.aspo_shaping(g.reward, g.group, g.number, g.length, g.flag, backend=g.backend),
     "spo_single_stream": lambda g: A.spo_single_stream(g.reward, g.number, **g.rest),
     "gae": lambda g: A.step_gae(

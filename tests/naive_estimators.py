@@ -382,6 +382,17 @@ def adora(u):
     return out
 
 
+def real(u):
+    out = np.zeros(len(u.reward))
+    for places in groups_of(ids(u.group), u.mask).values():
+        sides = [[p for p in places if bool(u.flag[p]) is side] for side in (True, False)]
+        for side, sign in zip(sides, (1, -1), strict=True):
+            powers = [math.exp(-sign * u.reward[p] / 0.7) for p in side]
+            for place, power in zip(side, powers, strict=True):
+                out[place] = sign * len(places) * power / (1 + sum(powers)) / 0.7 * all(map(len, sides))
+    return out
+
+
 def aspo_shaping(u):
     out = np.where(u.group < 0, 0.0, u.reward)
     for places in groups_of(ids(u.group)).values():

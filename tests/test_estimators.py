@@ -524,6 +524,17 @@ def test_eps_reaches_the_advantages_of_every_estimator_that_takes_one():
     assert len(found) > 30
 
 
+def test_real_by_hand(backend):
+    """e^z is 1/2 and 1 among the right, 1 and 4 among the wrong; one label or no drift teaches nothing."""
+    t, b = on(backend)
+    right, ids = t(True, True, False, False, True, True, False, True), t(5, 5, 5, 5, 7, 7, 5, -1)
+    drift = t(math.log(2), 0.0, 0.0, math.log(4), 1.0, -1.0, math.nan, 0.0)
+    expected = [4 * 0.2, 4 * 0.4, -4 / 6, -4 * 4 / 6, 0, 0, 0, 0]
+    close(A.real(right, ids, drift, temperature=1.0, **b), expected)
+    close(A.real(right[:4], None, drift[:4] * 1e4, temperature=1.0, **b), [0, 2, 0, -4])
+    close(A.real(right[:4], None, drift[:4], temperature=1.0, mask=t(True, False, True, False), **b), [2 / 3, 0, -1, 0])
+
+
 def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
     rewards = torch.tensor([1.0, 0.0])
     tracker = A.BetaTracker.start(rewards, 1)
@@ -552,6 +563,10 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: A.unidoc_rl(*[rewards] * 5, None, answer_weight=math.nan), r"^answer_weight: .* got nan"),
         (lambda: A.mars2(rewards, ids[0] - 1, ids[0], shaping=math.nan), r"^shaping: .* got nan"),
         (lambda: A.adora(rewards, None, rewards, rewards > 0, damping=math.nan), r"^damping: .* got nan"),
+        (
+            lambda: A.real(rewards > 0, None, rewards, temperature=0),
+            r"^temperature: .* > 0, got 0",
+        ),
         (lambda: R.hi_agent(*[rewards] * 3, None, weights=(1.0, math.nan, 1.0)), r"^weights\[1\]: .* got nan"),
         (lambda: R.hi_grpo(torch.stack([rewards] * 2), None, carry=math.nan), r"^carry: .* got nan"),
     ):

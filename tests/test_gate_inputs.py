@@ -463,6 +463,7 @@ def test_inputs_of_a_padded_batch_are_padded():
         (gates.m2po_mask, of_both),
         (gates.rec_ring_mask, {**of_both, "advantages": torch.tensor([1.0, -1.0, 1.0])}),
         (gates.bapo_bounds, {**of_both, **of_tokens}),
+        (gates.m2po_bounds, {**of_both, **of_tokens}),
         (gates.clip_cov_mask, {**of_both, **of_tokens, "seed": 1, "low": 0.0}),
         (gates.kl_cov_mask, {"logp": logp, **of_tokens}),
         (gates.fipo_weight, {**of_both, **of_tokens}),
@@ -544,3 +545,49 @@ def test_m2po_mask_keeps_the_smallest():
     assert run(batch).token_mask.tolist() == [False, False, True, False, False]
     assert not run(batch.replace(mask=torch.zeros(5, dtype=torch.bool))).token_mask.any()
     assert gates.m2po_mask(logp[:0], logp[:0], hpo.PackedBatch.from_lengths([])).token_mask.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("x", "advantages", "budget", "log_bound"),
+    [
+        ([0.1, 0.2, 0.5, -0.3], [1, 1, 1, 1], 0.04, 0.2),  # .01 + 2 x .04 is below 3 x .04, .01 + .04 + .25 is not
+        ([0.1, 0.2, 0.3, 9.0], [1, 1, 1, -1], 0.05, math.inf),  # .14 is below .15; what falls back has no say
+        ([0.25, 0.25], [1, 1], 0.0625, math.inf),  # a mean of the budget itself needs no bound
+        ([0.5, -0.6], [1, -1], 0.04, 0.0),  # the smallest is beyond the budget: nothing may run ahead
+        ([-0.1, -0.2, -0.5, 0.3], [-1, -1, -1, -1], 0.04, 0.2),
+        ([0.1, 0.2, 0.5, math.inf, 5.0], [1, 1, 1, 1, math.nan], 0.04, 0.2),
+        ([0.1, 0.2], [0, -1], 0.0, math.inf),
+    ],
+)
+def test_m2po_bounds_by_hand(x, advantages, budget, log_bound):
+    x, advantages = torch.tensor([*x, math.nan]), torch.tensor([*map(float, advantages), 1.0])
+    batch = hpo.PackedBatch(torch.tensor([0, len(x)]), torch.arange(len(x)) < len(x) - 1)
+    low, high = gates.m2po_bounds(
+        x, torch.zeros(len(x)), advantages, batch, budget=budget, advantage_level="token"
+    ).bounds
+    assert low.dtype == torch.float32 and low.tolist() == pytest.approx([math.exp(-log_bound)] * len(x), rel=3e-6)
+    assert high.tolist() == pytest.approx([math.exp(log_bound)] * len(x), rel=3e-6)
+
+
+def test_m2po_bounds_are_those_of_a_search_and_let_their_own_token_pass(backend):
+    where = testing.device_of(backend)
+    for seed in range(4):
+        x, advantages = 0.4 * torch.randn(2, 40, generator=torch.Generator().manual_seed(seed))
+        batch = hpo.PackedBatch.from_lengths([40]).to(where)
+        given = [each.to(where) for each in (x, torch.zeros(40), advantages)]
+        inputs = gates.m2po_bounds(*given, batch, advantage_level="token")
+        ahead = [abs(d) for d, a in zip(x.tolist(), advantages.tolist(), strict=True) if a * d > 0]
+        least = [tau for tau in ahead if sum(min(d, tau) ** 2 for d in ahead) < 0.04 * len(ahead)]
+        assert inputs.bounds[1][0].item() == pytest.approx(math.exp(max(least)), rel=3e-6)
+        out = hpo.policy_loss_and_grad(
+            *given, batch, gates.m2po_clip(), advantage_level="token", gate_inputs=inputs, backend=backend
+        )
+        kept = (advantages * x <= 0) | (x.abs() <= max(least))
+        assert torch.equal(out.grad.cpu() != 0, kept) and 0 < (~kept).sum() < len(ahead) - 1
+
+
+def test_m2po_bounds_of_no_tokens_and_wrong_numbers():
+    nothing = torch.zeros(0)
+    assert gates.m2po_bounds(nothing, nothing, nothing, hpo.PackedBatch.from_lengths([])).bounds[0].numel() == 0
+    with pytest.raises(ValueError, match="budget: expected a mean square >= 0, got -1"):
+        gates.m2po_bounds(*torch.zeros(3, 1), hpo.PackedBatch.from_lengths([1]), budget=-1)

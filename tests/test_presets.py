@@ -393,3 +393,30 @@ def test_the_weight_of_an_expert_token():
     torch.testing.assert_close(weight[:5], torch.tensor([1e-6, 0.0, 0.0, 0.0, 0.25]), rtol=2e-6, atol=0)
     assert weight[5].isnan()
     assert not weight.requires_grad
+
+
+@pytest.mark.parametrize("name", ["gvpo", "a_po"])
+def test_regressions_are_reinforce_with_other_advantages(name):
+    """docs/which_method.md: the squares that are minimised, and what they are as advantages."""
+    draw, ids, beta, values = torch.Generator().manual_seed(0), torch.tensor([0, 0, 0, 1, 1, 1]), 0.3, 0.4
+    batch = hpo.PackedBatch.from_lengths([3, 1, 4, 2, 5, 2])
+    old = -torch.rand(17, generator=draw, dtype=torch.float64)
+    logp = (old + 0.3 * torch.randn(17, generator=draw, dtype=torch.float64)).requires_grad_()
+    rewards = torch.rand(6, generator=draw, dtype=torch.float64)
+    s = torch.stack([row.sum() for row in (logp - old).split([3, 1, 4, 2, 5, 2])])
+    fixed = s.detach()
+    if name == "gvpo":
+        targets = zip(s.split(3), rewards.split(3), strict=True)
+        centred = [beta * (each - each.mean().detach()) - (r - r.mean()) for each, r in targets]
+        loss = sum((0.5 * each**2).sum() for each in centred) / 2
+        advantages = hpo.advantages.dr_grpo(rewards - beta * fixed, ids, backend="reference")
+        weights = torch.full((6,), beta / 2, dtype=torch.float64)
+    else:
+        loss = ((beta * s - (rewards - values)) ** 2).mean()
+        advantages = rewards - values - beta * fixed
+        weights = 2 * beta * hpo.aggregation.seq_mean_token_sum(batch).double()
+    (expected,) = torch.autograd.grad(loss, logp)
+    out = hpo.policy_loss_and_grad(
+        logp.detach(), old, advantages, batch, gates.reinforce(), weights=weights, backend="reference"
+    )
+    torch.testing.assert_close(out.grad, expected, rtol=1e-7, atol=0)

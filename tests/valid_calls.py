@@ -196,7 +196,7 @@ _ALIKE = {
     ),
     "values": (
         "values predictions second_critic low_values high_values switch_values parent_values answer_values "
-        "root_values deviations reference weights gains second_values credits future_values "
+        "root_values deviations drift reference weights gains second_values credits future_values "
         "model_rewards rule_rewards judged_rewards search selection perception form"
     ),
     "lengths": "lengths turns budgets multiplicity",
@@ -334,6 +334,7 @@ def _inputs() -> Iterator[Call]:
     for advantages, level in ((_S["advantages"], "row"), (_T["weight"], "token")):
         given = {"advantages": advantages, "advantage_level": level}
         yield _call(gates.bapo_bounds, **of_loss, **given)
+        yield _call(gates.m2po_bounds, **of_loss, **given)
         yield _call(gates.clip_cov_mask, **of_loss, **given, seed=1, low=0.0)
         yield _call(gates.kl_cov_mask, logp=_T["logp"], batch=batch(), **given, share=0.25)
         yield _call(gates.rec_ring_mask, **of_loss, **given)

@@ -21,7 +21,7 @@ from .priors import bnpo, ngrpo, v05
 from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k
 from .returns import discounted_returns
 from .selection import d3s_samples, pf_ppo, swarm_samples
-from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample
+from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample, real
 from .supergroups import sgrpo, sgrpo_hierarchical_sum, sgrpo_reward_sum
 from .terms import Term, combine, estimator
 from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae
@@ -87,6 +87,7 @@ __all__ = [
     "pf_ppo",
     "poise",
     "positive_sample",
+    "real",
     "reconstructed",
     "reinforce_pp",
     "reinforce_pp_baseline",

@@ -141,7 +141,7 @@ def aspo_shaping(
     return as_advantages(given + torch.minimum(torch.maximum(shift, -bound), bound), advantages, backend)
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.VERIFIED)
 def negative_sample(
     is_correct: torch.Tensor, *, positive_weight: float = 0.0, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -152,6 +152,9 @@ def negative_sample(
         is_correct: ``[S]`` bool.
         positive_weight: 0 learns from mistakes alone; .1 is the paper's weighted REINFORCE, 1 REINFORCE.
 
+    Traps: with a weight of 0 the code takes right responses out of the batch before its token mean, and so does
+    ``aggregation.token_mean(batch, selected=mask)`` with the tokens of the others; else they stay in the denominator.
+
     >>> negative_sample(torch.tensor([True, False]), positive_weight=0.1)
     tensor([ 0.1000, -1.0000])
     """
@@ -161,10 +164,10 @@ def negative_sample(
     return advantages if mask is None else torch.where(mask, advantages, 0.0)
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.VERIFIED)
 def positive_sample(is_correct: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Positive-sample reinforcement: 1 for right responses, nothing for wrong ones (arXiv 2506.01347). Returns ``[S]``
-    float32.
+    float32. Wrong ones stay in denominators unless ``selected=`` leaves them out, as :func:`negative_sample` says.
 
     >>> positive_sample(torch.tensor([True, False]))
     tensor([1., 0.])
@@ -172,3 +175,47 @@ def positive_sample(is_correct: torch.Tensor, *, mask: torch.Tensor | None = Non
     check_units(is_correct=is_correct, mask=mask)
     chosen = is_correct if mask is None else is_correct & mask
     return chosen.float()
+
+
+@estimator(Provenance.VERIFIED)
+def real(
+    is_correct: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    drift: torch.Tensor,
+    *,
+    temperature: float = 0.5,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """REAL: rewards as the labels of a classification within each prompt (arXiv 2602.05630; ms-swift). Returns ``[S]``
+    float32.
+
+    ``A = n p / temperature`` for right responses of a group of n, with ``p = e^z / (1 + sum e^z)`` over its right
+    responses and ``z = -drift / temperature``; for wrong ones ``-n p / temperature``, the sum over the wrong and
+    ``z = drift / temperature``. With :func:`hpo_core.gates.reinforce` and ``aggregation.seq_mean_token_mean`` the
+    gradient is that of ``log(1 + sum over right of e^z) + log(1 + sum over wrong of e^z)``, averaged over groups of one
+    size.
+
+    Args:
+        is_correct: ``[S]`` bool.
+        drift: ``[S]``, the mean of the response's log-ratios under the current policy, 0 before the first update. A
+            unit whose drift is not finite is in no sum and gets 0.
+        temperature: 0.5 as in ms-swift; z saturates at +-60.
+
+    Traps: the drift belongs to one minibatch, and so do these advantages. A group whose responses are all right, or all
+    wrong, gets 0, as there.
+
+    >>> real(torch.tensor([True, False, False]), None, torch.zeros(3))
+    tensor([ 3., -2., -2.])
+    """
+    check_units(is_correct=is_correct, group_ids=group_ids, drift=drift, mask=mask)
+    check(0 < temperature < math.inf, "temperature: expected a finite number > 0, got {}", temperature)
+    scored = scorable(drift, mask)
+    exponents = (torch.where(is_correct, -drift, drift).double() / temperature).clamp(-60, 60)
+    powers = as_advantages(exponents.exp(), drift, backend)
+    right = statistics(powers, group_ids, mask=scored & is_correct, backend=backend)
+    wrong = statistics(powers, group_ids, mask=scored & ~is_correct, backend=backend)
+    total = torch.where(is_correct, right.mean * right.members, wrong.mean * wrong.members)
+    size = torch.where((right.members > 0) & (wrong.members > 0), right.members + wrong.members, 0)
+    exact = torch.where(is_correct, size, -size) * powers.double() / (1 + total) / temperature
+    return as_advantages(torch.where(grouped(scored, group_ids), exact, 0.0), drift, backend)

@@ -202,7 +202,7 @@ def kl_cov(coefficient: float = 1.0) -> RatioGate:
 
 def m2po() -> RatioGate:
     """M2PO: ``loss_t = -r A`` on the tokens that keep the mean squared log-ratio small: pass
-    ``gate_inputs=m2po_mask(...)`` (AReaL).
+    ``gate_inputs=m2po_mask(...)`` (arXiv 2510.01161 as AReaL has it). The authors' code: :func:`m2po_clip`.
 
     >>> m2po().takes_bounds
     False

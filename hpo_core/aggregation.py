@@ -5,7 +5,7 @@ computed once per optimiser step from global counts. The loss and its gradient t
 into micro-batches and spread over ranks. docs/distributed.md has a recipe for each engine.
 
 All but ``token_mean`` take each piece of a response that is cut over ranks for a row, since rows with equal
-``trajectory_ids`` may as well be turns. docs/levels_over_ranks.md makes the weights of pieces by hand.
+``trajectory_ids`` may as well be turns. docs/levels_over_ranks.md makes the weights of pieces.
 
 Common arguments:
     total: the count of the whole optimiser step (number or 0-dim tensor) instead of this batch's own: tokens, rows or

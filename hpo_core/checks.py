@@ -168,6 +168,18 @@ def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
     return tensor
 
 
+def _empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without elements in the dtype that its name stands for. ``torch.tensor([])`` holds floats; an error
+    about them, on a rank that has nothing, would leave the other ranks waiting for its collectives."""
+    if not tensor.is_floating_point():
+        return tensor
+    if name.endswith("ids") or name in ("difficulty", "scope", "uid"):
+        return tensor.to(torch.int64)
+    if name.endswith(("mask", "selected")) or name.startswith("is_"):
+        return tensor.to(torch.bool)
+    return tensor
+
+
 def _materialised(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor without an address, or with other numbers in memory, as a dense tensor."""
     if is_traced():
@@ -176,8 +188,10 @@ def _materialised(name: str, tensor: torch.Tensor) -> torch.Tensor:
         layout = "a nested tensor" if tensor.is_nested else str(tensor.layout)
         fix = f"torch.nested.to_padded_tensor({name}, 0)" if tensor.is_nested else f"{name}.to_dense()"
         raise TypeError(f"{name}: expected a dense tensor, got {layout}; use {fix}")
-    if tensor.is_meta or tensor.numel() == 0:
+    if tensor.is_meta:
         return tensor  # there is nothing to read; device checks follow
+    if tensor.numel() == 0:
+        return _empty(name, tensor)
     if tensor.is_neg():
         return tensor.resolve_neg()
     if tensor._is_zerotensor():

@@ -14,6 +14,7 @@ MODES = {
     "seq_mean_token_sum": aggregation.seq_mean_token_sum,
     "fixed_length": functools.partial(aggregation.fixed_length, length=9),
     "prompt_mean": aggregation.prompt_mean,
+    "vl_norm": functools.partial(aggregation.vl_norm, length=9, alpha=0.5),
 }
 # Of each rank: prompts of two answers. No two fit into ten tokens, so that there are three micro-batches, or one.
 LENGTHS = ([4, 3, 1, 5, 6, 2], [5, 5, 3, 4, 2, 7])

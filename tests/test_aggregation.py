@@ -194,12 +194,8 @@ def weights_of_pieces(batch, numbers):
     numbers = torch.tensor(numbers, dtype=torch.int64)
     tokens = torch.zeros(2, dtype=torch.int64).scatter_add(0, numbers, batch.row_counts)
     torch.distributed.all_reduce(tokens)
-    responses = (tokens > 0).sum()
-    given = {"total": responses, "gradient_reduction": "sum"}
-    return {
-        "seq_mean_token_mean": (1.0 / (responses * tokens[numbers].clamp(min=1))).tolist(),
-        **{name: MODES[name](batch, **given).tolist() for name in ("seq_mean_token_sum", "fixed_length")},
-    }
+    responses = hpo.PackedBatch.from_lengths(tokens, group_ids=torch.tensor([0, 0]))
+    return {name: mode(responses, ranks=1)[numbers].tolist() for name, mode in MODES.items()}
 
 
 def weights_of(rank):
@@ -223,7 +219,7 @@ def test_denominators_over_ranks(three_ranks):
         expected = MODES[name](whole)
         assert torch.equal(added, expected)
         torch.testing.assert_close(averaged, 3 * expected, rtol=2e-7, atol=0)
-    uncut = hpo.PackedBatch.from_lengths([4, 1 + 3])
-    for name in ("seq_mean_token_mean", "seq_mean_token_sum", "fixed_length"):
+    uncut = hpo.PackedBatch.from_lengths([4, 1 + 3], group_ids=torch.tensor([0, 0]))
+    for name in MODES:
         pieces = itertools.chain(*(of_rank["pieces"][name] for of_rank in found))
         assert list(pieces) == MODES[name](uncut)[[0, 1, 1]].tolist()

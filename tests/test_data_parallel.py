@@ -85,6 +85,26 @@ def averaging(rank, mode, steps):
     return gradients(engine.model)
 
 
+def megatron(rank, mode, steps, context=1):
+    """What Megatron does to a loss function of two results, of which the second is for its log: ``context`` ranks share
+    each row, the others are data parallel."""
+    model = policy()
+    weights = MODES[mode](data(rank)[0], process_group=dist.group.WORLD, ranks=2 // context) * steps
+    for _, loss in losses(model, rank, weights, steps):
+        out = loss()
+        out *= context
+        out /= steps
+        out.backward()
+    for parameter in model.parameters():
+        parameter.grad /= 2
+        dist.all_reduce(parameter.grad)
+    return gradients(model)
+
+
+def megatron_over_contexts(rank, mode, steps):
+    return megatron(rank, mode, steps, 2)
+
+
 def added(rank, mode, steps):
     """An engine that adds gradients."""
     model = policy()
@@ -102,6 +122,7 @@ def said(rank, mode, steps):
     groups = whole.group_ids[whole.row_counts > 0].unique().numel()
     filled = int((whole.row_counts > 0).sum())
     totals = {"token_mean": whole.row_counts.sum(), "fixed_length": whole.rows, "prompt_mean": groups}
+    totals["vl_norm"] = (whole.row_counts[whole.row_counts > 0].double() ** -0.5).sum()
     weights = MODES[mode](batch, total=totals.get(mode, filled), ranks=2)
     assert torch.equal(weights, weights_of(mode, rank))
     for _, loss in losses(model, rank, weights, steps):
@@ -112,7 +133,10 @@ def said(rank, mode, steps):
     return gradients(model)
 
 
-ENGINES = {engine.__name__: engine for engine in (ddp, fsdp2, accelerate, averaging, added, said)}
+ENGINES = {
+    engine.__name__: engine
+    for engine in (ddp, fsdp2, accelerate, averaging, megatron, megatron_over_contexts, added, said)
+}
 
 
 def every_case(rank, engine):

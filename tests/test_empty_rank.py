@@ -180,6 +180,30 @@ def test_flags_are_an_error_on_all_ranks(call):
     assert first == second
 
 
+def with_ids_and_masks(rank):
+    """Calls of which each has a collective behind the checks of its arguments."""
+    batch, logp, values = given(rank, 0)
+    ids, masks = (torch.tensor([7, 7]), torch.tensor([True, True])) if rank == 0 else (empty(), empty())
+    tokens, world = logp < 0 if rank == 0 else empty(), dist.group.WORLD
+    weights = aggregation.token_mean(batch, process_group=world, gradient_reduction="sum", selected=tokens)
+    loss = hpo.policy_loss(logp, None, values, batch, GATE, weights=weights, token_mask=tokens, process_group=world)
+    return (
+        advantages.over_ranks(advantages.grpo, tables=True)(values, ids, mask=masks).tolist(),
+        hpo.entropy.fit_scopes(values, ids, mask=masks, process_group=world).members.sum().item(),
+        hpo.entropy.quantiles(-logp, batch, "0.5", scope=ids, process_group=world).nansum().item(),
+        hpo.entropy.top_k(-logp, batch, 2, scope="call", uid=ids, process_group=world).sum().item(),
+        hpo.entropy.d3s_tokens(-logp, values, batch, rows_mask=masks, process_group=world).mask.sum().item(),
+        hpo.entropy.ares_difficulty(masks, ids, process_group=world).tolist(),
+        loss.loss.item(),
+    )
+
+
+def test_ids_and_masks_of_no_list():
+    holder, other = on_ranks(2, with_ids_and_masks)
+    assert holder[1:5] == (4, pytest.approx(0.3), 2, 1) and holder[5] == [0, 0]
+    assert other[0] == other[5] == [] and other[1] == other[3] == other[4] == other[6] == 0
+
+
 def test_what_has_no_elements_has_no_dtype():
     batch = hpo.PackedBatch(torch.tensor([0]), group_ids=empty(), steps=empty(), step_ids=empty(), domain_ids=empty())
     assert batch.group_ids.dtype == batch.step_ids.dtype == torch.int64 and batch.steps.shape == (0, 2)

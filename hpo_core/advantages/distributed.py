@@ -34,7 +34,8 @@ def over_ranks(
             first and all one-dimensional tensors, alone or in a list, are gathered: they belong to units. Ids must mean
             the same on every rank (rows of a batch without ``trajectory_ids`` have none that do); places among the
             units (``parents``, ``sources``) do not.
-        process_group: Default: all processes.
+        process_group: ranks of which no two have the same unit, such as a piece of one response each: it would count
+            for each of them. Default: all processes.
         tables: gather the statistics of groups instead of the units: 56 bytes per group, rank and statistic, for many
             units (steps, tokens) in few groups. Equal on all ranks to the bit, and within rounding of float32 what one
             process computes; equal rewards still give exactly 0. Trajectories must lie whole on a rank. Estimators that

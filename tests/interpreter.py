@@ -46,6 +46,7 @@ def patch_interpreter() -> None:
     share_shapes_of_tensors()
     spare_conversions()
     hold_addresses_to_their_alignment()
+    hold_numbers_to_64_bits()
     if not hasattr(getattr(interpreter, "_interpreter", None), "fma_fp32"):
         round_fma_once()
         let_numbers_win()
@@ -263,6 +264,17 @@ def hold_addresses_to_their_alignment() -> None:
         self.attr[key] = value
 
     interpreter.TensorHandle.set_attr = set_attr
+
+
+def hold_numbers_to_64_bits() -> None:
+    """A launch on a GPU raises an error for an integer beyond."""
+    start = interpreter.GridExecutor.__call__
+
+    def start_with_numbers(self, *arguments, **options):
+        assert all(-(2**63) <= each < 2**63 for each in arguments if isinstance(each, int)), arguments
+        return start(self, *arguments, **options)
+
+    interpreter.GridExecutor.__call__ = start_with_numbers
 
 
 def round_fma_once() -> None:

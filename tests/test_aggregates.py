@@ -5,7 +5,7 @@ import torch
 from hierarchies import LENGTHS, STEP, TRAJECTORY, Step, levels, stopped_group
 
 import hpo_core as hpo
-from hpo_core.gates import Aggregate, Drop, GateInputs, Head, Identity, Level, RatioGate, Routing, Tanh
+from hpo_core.gates import Aggregate, Clip, Drop, GateInputs, Head, Identity, Level, RatioGate, Routing, Tanh
 
 KNOWN = [aggregate for aggregate in Aggregate if aggregate is not Aggregate.BALANCED]
 
@@ -179,3 +179,18 @@ def test_only_eager_calls_know_it():
     with pytest.raises(Exception, match="aggregates: only eager calls know it"):
         torch.compile(loss, fullgraph=True, backend="eager")(step.logp)
     assert loss(step.logp).isfinite()
+
+
+@pytest.mark.parametrize("backend", ["triton"])
+@pytest.mark.parametrize(
+    ("token", "x"),
+    [(Clip((0.999, 0.999), (1.001, 1.001)), [60.0, 30.0, -30.0]), (Drop(), [60.0, 30.0, -30.0, 20.0, -20.0])],
+    ids=["own and aggregated", "known"],
+)
+def test_gradients_that_are_summed_saturate(token, x, backend):
+    gate = RatioGate("summed", token, (Level(Identity(), aggregate=Aggregate.SUM),))
+    old, batch = torch.full((len(x),), -100.0), hpo.PackedBatch.from_lengths([len(x)])
+    for sign in (1, -1):
+        given = {"weights": torch.ones(1), "backend": backend}
+        out = hpo.policy_loss_and_grad(old + torch.tensor(x), old, torch.tensor([sign * 1e12]), batch, gate, **given)
+        assert out.loss == out.grad[0] == -sign * torch.finfo(torch.float32).max

@@ -361,3 +361,18 @@ def test_corrections_of_two_channels_read_what_is_theirs(backend):
     of_rows = [total[0], total[1] + total[2], total[1] + total[2]]
     expected = [-math.exp(own + row) for own, row in zip(total, of_rows, strict=True)]
     assert out.grad.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_of_a_trajectory_that_cancel_leave_nothing(native_backends):
+    """Wherever a row begins: the gradient through the aggregate, a sum over both rows, is 0 to the bit."""
+    gate = dataclasses.replace(gates.gspo(0.5, 0.5), corrections=(Correction(Action.CLAMP, (-20, -20), (20, 20)),))
+    draw, batch = torch.Generator().manual_seed(0), hpo.PackedBatch.from_lengths(
+        [1, 131, 131], trajectory_ids=torch.tensor([0, 1, 1])
+    )  # fmt: skip
+    alone = -1.0 - torch.rand(131, generator=draw)
+    rollout = alone + 3 * torch.randn(131, generator=draw)
+    logp, rollout = (torch.cat([-torch.ones(1), each, each]) for each in (alone, rollout))
+    for backend in native_backends:
+        given = {"weights": torch.ones(3), "rollout_logp": rollout, "backend": backend}
+        out = hpo.policy_loss_and_grad(logp, logp, torch.tensor([1.0, 1.0, -1.0]), batch, gate, **given)
+        assert out.grad[0] == -1 and not out.grad[1:].any(), backend

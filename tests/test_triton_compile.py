@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import gpu_page
@@ -27,7 +28,9 @@ SHARES, SHARES_OF_ALL = 2, 10  # shares of the kernels for workers
 
 TRITON = importlib.metadata.version("triton")
 # Bytes of a thread. The limits of registers are chosen for Triton 3.9, and the assembler of 3.6 keeps fewer values.
-MOST_SPILLED = 0 if [*map(int, TRITON.split(".")[:2])] >= [3, 9] else 256
+NEW = [*map(int, TRITON.split(".")[:2])] >= [3, 9]
+MOST_SPILLED = 0 if NEW else 256
+STEP = 2 if NEW else 1  # of a search for an order statistic, in loads of 128 bits
 
 # Registers of a thread on sm_90 with Triton 3.9.0: a change that exceeds them fails.
 REGISTERS = {
@@ -88,6 +91,7 @@ REGISTERS = {
     ("correction: BINARY_KL MAX MASK", "_correct_tokens"): 94,
     ("correction: K2 TOKEN MASK", "_correct_tokens"): 59,
     ("correction: LOG_RATIO TOKEN BAND", "_correct_tokens"): 59,
+    ("correction: LOG_RATIO MEAN MASK, in a loss", "_correct_tokens"): 62,
     ("row_counts", "_begin_counts"): 28,
     ("row_counts", "_count_rows"): 46,
     ("row_spans", "_find_spans"): 30,
@@ -145,8 +149,8 @@ WIDE_LOADS = {
     ("term: MIRROR, two levels, everything", "_deliver_gradient"): 2,
     ("correction: LOG_RATIO MEAN CLAMP", "_correct_tokens"): 5,  # of both steps
     ("window_score", "_score_windows"): 1,
-    ("order_statistic", "_select_top"): 6,  # three passes, whose step is twice as long
-    ("select_top", "_select_top"): 8,
+    ("order_statistic", "_select_top"): 3 * STEP,  # three passes
+    ("select_top", "_select_top"): 4 * STEP,
     ("select", "_select"): 1,
     ("logprobs", "_forward"): 4,  # a step is 32 logits of a thread, 16 in the backward
     ("logprobs", "_backward"): 2,
@@ -537,8 +541,10 @@ print(json.dumps(passed))
 
 
 def test_the_front_end_takes_what_is_assembled_at_length():
-    passed = set(map(tuple, answer(FRONT_END)))
-    assert passed == {(path, kernel) for path, kernel in REGISTERS if path in AT_LENGTH}
+    passed = Counter(map(tuple, answer(FRONT_END)))
+    # On four levels one launch of both steps would take more registers than two programs of a multiprocessor have.
+    apart = {("hierarchy: four levels, all inputs", "_deliver_gradient"), ("hierarchy: balanced", "_deliver_gradient")}
+    assert passed == {each: 1 + (each in apart) for each in REGISTERS if each[0] in AT_LENGTH}
 
 
 ELSEWHERE = f"""

@@ -139,10 +139,17 @@ def _heavy_term(head: Head) -> NamedCall:
     return _levels(f"term: {head.name}, two levels, everything", inputs, TWO, term=FULL_TERM, head=head)
 
 
-def _correction(statistic: Statistic, reduction: Reduction, action: Action, of_segments: bool) -> NamedCall:
+def _correction(
+    statistic: Statistic, reduction: Reduction, action: Action, of_segments: bool, in_loss: bool = False
+) -> NamedCall:
     spec = CorrectionSpec(statistic, reduction, action, of_segments, False, (-0.1, -0.1), (0.1, 0.1))
     inputs = _leaves(_masked(), TWO[: int(of_segments)])._replace(token_weight=_floats(TOKENS))
     name = f"correction: {statistic.name} {reduction.name if of_segments else 'TOKEN'} {action.name}"
+    if in_loss:  # whose log-ratios say which tokens count
+        inputs, name = (
+            inputs._replace(correction_second=_floats(TOKENS), ref_logp=_floats(TOKENS)),
+            f"{name}, in a loss",
+        )
     return name, lambda: corrections.correction(inputs, spec)
 
 
@@ -181,6 +188,7 @@ def paths() -> Iterator[NamedCall]:
     yield _correction(Statistic.BINARY_KL, Reduction.MAX, Action.MASK, True)
     yield _correction(Statistic.K2, Reduction.MEAN, Action.MASK, False)
     yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND, False)
+    yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.MASK, True, in_loss=True)
     yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "row_spans", lambda: segments.row_spans(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)

@@ -27,8 +27,6 @@ FLOWS = 512  # slots of one block that adds
 ADD, RETURN = tl.constexpr(0), tl.constexpr(1)
 THROUGH = tl.constexpr(int(Routing.THROUGH))
 
-LARGEST_FLOW = tl.constexpr(1e300)
-
 
 @triton.jit
 def add_flows(
@@ -67,7 +65,7 @@ def _aggregate_grad(tables, leaf, leaves, held, channel, SHAPE: tl.constexpr, DE
                         size += tl.load(at + FIXED + channel, mask=held, other=0).to(tl.float64) / FIXED_POINT
                     sum = sum / size
             aggregate_grad += sum
-    return clamp(aggregate_grad, -LARGEST, LARGEST).to(tl.float32)
+    return aggregate_grad.to(tl.float32)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ from ..specs import (
 )
 from .correction_rules import rule_bounds_of, with_correction
 from .fixed_point import exponent_of
-from .flows import LARGEST_FLOW, THROUGH, deliver_gradient
+from .flows import THROUGH, deliver_gradient
 from .gated_levels import KINDS, Shape
 from .hierarchy_tokens import differentiate_tokens, gate_tokens, token_bound
 from .launch import REGISTERS, kernel, launch, programs_for
@@ -176,7 +176,6 @@ def _sweep_leaves(
                             step = steps + (leaf * DEPTH + k) * KINDS + 2 * channel
                             flow = tl.load(step, mask=held, other=0.0) * of_positive
                             flow += tl.load(step + 1, mask=held, other=0.0) * of_negative
-                            flow = clamp(flow, -LARGEST_FLOW, LARGEST_FLOW)
                         elif channel == 0:
                             flow = _flow(value, gated.slope, gated.rising_inside)
                         else:

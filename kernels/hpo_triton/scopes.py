@@ -35,7 +35,7 @@ def _segment(offsets, order, place, segments, tokens):
 
 @triton.jit
 def _load_step(values, mask, start, end, STEP: tl.constexpr):
-    """Tokens of a segment, whether each is valid, and their values."""
+    """Tokens of a segment, whether each is valid, and their values, -inf where it is not."""
     token = start + tl.arange(0, STEP)
     valid = token < end
     if mask is not None:
@@ -54,14 +54,14 @@ def _count_digit(
     for place in range(first, end):
         segment = _segment(offsets, order, place, segments, tokens)
         for start in range(segment.begin, segment.end, STEP):
-            _, valid, x = _load_step(values, mask, start, segment.end, STEP)
+            _, _, x = _load_step(values, mask, start, segment.end, STEP)
             key = order_key(x + 0.0)
             finite = is_finite(x)
-            counted = valid & finite
+            counted = finite
             if SHIFT + BITS < 32:
                 counted &= ((key >> (SHIFT + BITS)) & ((1 << (32 - SHIFT - BITS)) - 1)) == prefix
             histogram += tl.histogram((key >> SHIFT) & ((1 << BITS) - 1), BINS, mask=counted)
-            errors += (valid & (finite == False) & (x != float("-inf"))).to(tl.int64)  # noqa: E712
+            errors += ((finite == False) & (x != float("-inf"))).to(tl.int64)  # noqa: E712
     return histogram.to(tl.int64), tl.sum(errors)
 
 
@@ -119,11 +119,10 @@ def _scan_scopes(
             for start in range(segment.begin, segment.end, STEP):
                 token, valid, x = _load_step(values, mask, start, segment.end, STEP)
                 key = order_key(x + 0.0)
-                finite = is_finite(x)
-                ties = valid & finite & (key == least)
+                ties = key == least
                 before = tl.cumsum(ties.to(tl.int64), 0) - ties.to(tl.int64)
                 greater = (key ^ -0x80000000) > (least ^ -0x80000000)  # in the order of unsigned keys
-                chosen = (greater & finite) | (ties & (before < needed))
+                chosen = (greater & is_finite(x)) | (ties & (before < needed))
                 tl.store(selected + token, chosen & (wanted > 0), mask=valid)
                 needed = tl.maximum(needed - tl.sum(ties.to(tl.int64)), 0)
 

@@ -265,18 +265,19 @@ def window_score(
     programs, carries = triton.cdiv(tokens, TILE), boundary is Boundary.CARRY
     given, pack = (values, mask, cu_seqlens), (tokens, rows)
     # No bound by the pack changes the content of a window.
-    window = (max(-tokens, min(first, tokens)), max(-tokens, min(last, tokens)))
+    window = (max(first, -tokens), min(last, tokens))
+    width = min(last - first + 1, 2**63 - 1)  # a number of a launch has 64 bits
     structure = {
         "BOUNDARY": int(Boundary.FULL if carries else boundary), "INVALID": int(invalid), "AGGREGATE": int(aggregate),
         "TILE": TILE, "maxnreg": REGISTERS,
     }  # fmt: skip
     if window[1] - window[0] < WIDE:
         launch(
-            _score_windows, programs, *given, score, *pack, *window, last - first + 1, **structure,
+            _score_windows, programs, *given, score, *pack, *window, width, **structure,
             ALIGNED=aligned(values, mask),
         )  # fmt: skip
     else:
-        _score_wide_windows(given, pack, window, last - first + 1, score, structure)
+        _score_wide_windows(given, pack, window, width, score, structure)
     if carries:
         launch(_carry_rows, rows, *given, score, *pack, TILE=TILE)
     return score

@@ -368,18 +368,9 @@ def test_many_short_rows(gate, native_backends):
         assert_exact(backend, example, expected)
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=1000)  # fewer in every run, as conftest.py says
 @hypothesis.given(name=st.sampled_from(sorted(KINDS)), data=st.data())
 def test_generated(backend, name, data):
-    gate = KINDS[name]
-    features = [name for name in testing.FEATURES if name != "bounds" or gate.takes_bounds]
-    assert_exact(backend, data.draw(testing.policy_losses(gate, features)))
-
-
-@pytest.mark.long
-@hypothesis.settings(max_examples=1000)
-@hypothesis.given(name=st.sampled_from(sorted(KINDS)), data=st.data())
-def test_generated_at_length(backend, name, data):
     gate = KINDS[name]
     features = [name for name in testing.FEATURES if name != "bounds" or gate.takes_bounds]
     assert_exact(backend, data.draw(testing.policy_losses(gate, features)))

@@ -11,7 +11,7 @@ from adversarial import ADVERSARIAL, integers, normal, upstreams
 from breadth import at_length, crossed, few, number  # noqa: F401 (the first is a fixture)
 from conftest import NATIVE
 from devices import Device, NoHostData, OnDevice
-from torch._dynamo import testing as dynamo
+from lazily import Lazy
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -24,6 +24,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 BOTH = ("reference", *NATIVE)
 OPERATORS = torch.ops.hpo_core
 IGNORED = -100
+dynamo = Lazy("torch._dynamo.testing")
 
 both = pytest.mark.parametrize("backend", BOTH)
 native = pytest.mark.parametrize("backend", NATIVE)

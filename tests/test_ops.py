@@ -16,7 +16,6 @@ import torch
 from catalogue import CATALOGUE
 from conftest import NATIVE
 from lazily import Lazy
-from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +33,7 @@ GATES = {
 }
 OPERATORS = torch.ops.hpo_core
 OPERATOR_CALLS = [each for each in calls() if each.name.startswith("torch.ops.")]
-dynamo = Lazy("torch._dynamo.testing")
+compiled_autograd, dynamo = Lazy("torch._dynamo.compiled_autograd"), Lazy("torch._dynamo.testing")
 
 
 class Inputs(NamedTuple):
@@ -732,7 +731,7 @@ def test_a_backward_under_compiled_autograd_is_one_graph():
     one, other = given.leaf(), given.leaf()
     given.loss(one).backward()
     loss = given.loss(other)
-    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+    with compiled_autograd.module()._enable(torch.compile(backend="eager", fullgraph=True)):
         loss.backward()
     assert torch.equal(one.grad, other.grad)
 

@@ -57,7 +57,8 @@ def linear_token_logprobs(
 
     Args:
         hidden: ``[..., D]`` float32, bfloat16 or float16 (the reference takes float64, too).
-        weight: ``[V, D]`` of these types, in any combination with ``hidden``.
+        weight: ``[V, D]`` of these types, in any combination with ``hidden``. Of a head with an adapter it is the sum
+            of both: the ``weight`` of PEFT's LoRA layer is that of the base layer alone.
         targets: ``[...]`` int64 or int32. A target outside ``[0, V)`` that is not ``ignore_index`` gives NaN.
         temperature: a number above 0, or a floating-point tensor ``[...]``, one for each target; a constant of the
             differentiation.
@@ -147,7 +148,8 @@ def _check_tensors(
     check(hidden.dim() > 0, "hidden: expected shape [..., D], got a number; use hidden[None]")
     check_dtype("hidden", hidden, types, "use hidden.float()")
     check(weight.dim() == 2, "weight: expected shape [V, D], got {}", list(weight.shape))
-    check_dtype("weight", weight, types, "use weight.float()")
+    is_plain = weight.dtype == torch.float64  # others are the codes of a quantised weight
+    check_dtype("weight", weight, types, "use weight.float()" if is_plain else "dequantise a quantised weight first")
     check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]), "[V, D] (D that of hidden)")
     check_device("weight", weight, hidden.device, "hidden")
     check_targets(targets, hidden, "hidden")

@@ -94,8 +94,10 @@ def token_logprobs(
             are read. The log-probability of a target outside its support is -inf.
         inplace_gradient: whether the backward writes the gradient over the logits, so that no second tensor of their
             size exists. Autograd then raises for every other eager operation that has kept the logits; do not read
-            them after the backward. Leave False where code of ``torch.compile`` returns the logits as a view of what
-            its own backward reads (``tanh(x).view(...)``): nothing raises there, and its gradient would be wrong.
+            them after the backward. Hooks for saved tensors, as of ``torch.utils.checkpoint(use_reentrant=False)``, are
+            refused, because autograd notices nothing under them. Leave False where code of ``torch.compile`` returns
+            the logits as a view of what its own backward reads (``tanh(x).view(...)``): nothing raises there, and its
+            gradient would be wrong.
         process_group: ranks that each hold consecutive columns of one vocabulary (``logits`` are this rank's) and the
             same targets. The forward makes one all-gather of ``4 T`` floats, the backward none: results are the same
             on all ranks, and their upstream gradients must be, too. Eager calls only.
@@ -323,7 +325,8 @@ def _predicted(targets: torch.Tensor, batch: PackedBatch | torch.Tensor) -> tupl
 
 
 _FIRST = (
-    "batch: its mask counts the first token of row {}, which no logits of the row predict; leave first tokens out, "
+    "batch: its mask counts the first token of row {}, which no logits of the row predict; if logits[t] predict "
+    "targets[t] already, as of completions cut out, call token_logprobs without batch; else leave first tokens out, "
     "here and in the loss: batch.without_first_tokens()"
 )
 
@@ -364,6 +367,11 @@ def _check_in_place(rows: LogitRows, reference: bool, ids: torch.Tensor | None, 
         return
     fix = "leave inplace_gradient=False"
     check(not reference, f"inplace_gradient: the reference has a graph of its own; {fix}")
+    check(
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        f"inplace_gradient: expected a graph that keeps the logits themselves, got hooks for what it keeps "
+        f"(torch.utils.checkpoint, save_on_cpu), under which autograd tells no other operation that they change; {fix}",
+    )
     check(ids is None, f"inplace_gradient: with support_ids the gradient is that of other tensors; {fix}")
     check(is_same, f"inplace_gradient: the gradient of an entropy_temperature of its own needs the logits, too; {fix}")
     base = logits._base if logits._is_view() else logits

@@ -9,6 +9,7 @@ from conftest import NATIVE
 from devices import Device, NoHostData, OnDevice, Watched
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import hpo_core as hpo
 from hpo_core import ops
@@ -242,6 +243,23 @@ def test_logits_that_no_gradient_may_be_written_over(logits_of, keywords, messag
         hpo.token_logprobs(logits, targets, 0.7, inplace_gradient=True, **keywords)
 
 
+@pytest.mark.parametrize("hooks", ["checkpoint", "save_on_cpu"])
+def test_hooks_for_what_a_graph_keeps_are_not_in_place(hooks):
+    """Under them autograd tells nobody: an operation that reads the same logits would read their gradient."""
+    hidden, head, targets = model()
+
+    def run(hidden):
+        logits = hidden @ head
+        return logits.square().sum() + hpo.token_logprobs(logits, targets, inplace_gradient=True).logp.sum()
+
+    with pytest.raises(ValueError, match=r"^inplace_gradient: expected a graph that .*; leave inplace_gradient=F"):
+        if hooks == "checkpoint":
+            checkpoint(run, hidden, use_reentrant=False)
+        else:
+            with torch.autograd.graph.save_on_cpu():
+                run(hidden)
+
+
 TRACES = {
     "a transform of torch.func": lambda run, x: torch.func.grad(run)(x),
     "a graph that is traced": lambda run, x: under_watch(run, x.requires_grad_()),
@@ -379,7 +397,7 @@ def test_from_logits_to_a_loss():
 def test_first_tokens_must_not_count():
     logits, tokens = normal(12, 30), integers(30, 12)
     every = hpo.PackedBatch.from_lengths(LENGTHS, total_tokens=12)
-    message = r"batch: its mask counts the first token of row {}, .*: batch\.without_first_tokens\(\)"
+    message = r"batch: its mask counts the first token of row {}, .* without batch; .*: batch\.without_first_tokens\(\)"
     with pytest.raises(ValueError, match=message.format(r"\[0\]")):
         hpo.token_logprobs(logits, tokens, batch=every)
     wrong = every.replace(mask=MASK.index_fill(0, torch.tensor([5]), True))

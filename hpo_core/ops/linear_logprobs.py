@@ -309,10 +309,14 @@ class _Gradients:
         hidden, _, bias = self.blocks.given[:3]
         results: list[torch.Tensor | None] = [None, self.weight if self.of_weight else None, None]
         if self.of_hidden:
-            whole = self.blocks.spread(self.hidden)
-            if group is not None:
+            if group is None:
+                rounded = self.hidden.to(hidden.dtype)
+                del self.hidden  # so that no second tensor of float32 exists
+                results[0] = self.blocks.spread(rounded)
+            else:
+                whole = self.blocks.spread(self.hidden)
                 torch.distributed.all_reduce(whole, group=group)
-            results[0] = whole.to(hidden.dtype)
+                results[0] = whole.to(hidden.dtype)
         if bias is not None and self.of_bias:
             results[2] = self.bias.to(bias.dtype)
         return results

@@ -12,7 +12,7 @@ import naive_hierarchies as hierarchies
 import pytest
 import torch
 from breadth import at_length, is_interpreted, number  # noqa: F401 (the first is a fixture)
-from estimators import CASES, COMPOSED, PATHS, Given
+from estimators import CASES, COMPOSED, PATHS, Given, several
 from valid_calls import calls, tensors_of
 
 import hpo_core as hpo
@@ -66,6 +66,46 @@ def test_paths_start_every_kernel_with_every_structure(native_backends, monkeypa
             monkeypatch.setattr(importlib.import_module(f"hpo_core._triton.{module}"), "launch", watched)
         case(Given(naive.draw(1), "triton"))
     assert set().union(*(started[name] for name in PATHS)) == set().union(*started.values())
+
+
+def far_from_0():
+    """Rewards of 10,000 and more in steps of 1/16; the trajectories of a prompt have equally many steps."""
+    random, unit = torch.Generator().manual_seed(3), torch.arange(24)
+    reward, number = (torch.randint(0, 32, (24,), generator=random).double() / 16 for _ in range(2))
+    flag = torch.rand(24, generator=random) < 0.6
+    ids = (unit // 4 % 3, unit % 2, 1.0 + unit, number / 3, flag, unit // 4, unit % 4)
+    return naive.Units(*(each.numpy() for each in (reward + 1e4, unit // 12, unit >= 0, *ids)))
+
+
+# What puts rewards, returns or values together before it compares them.
+FAR_FROM_0 = {
+    **{name: CASES[name] for name in ("sgrpo_reward_sum", "sgrpo_hierarchical_sum", "mars2", "hila", "gigpo")},
+    **{name: CASES[name] for name in ("hgpo_code", "craft_gui", "datarus", "hc_grpo", "hi_grpo", "step_gae")},
+    "spo_single_stream": CASES["spo_single_stream"],
+    "hi_agent": lambda g: R.hi_agent(g.number, g.reward, g.number, g.group, backend=g.backend),
+    "icpo": lambda g: A.icpo(g.reward, g.group, g.flag, progress=0.3, backend=g.backend),
+    "tool_star": lambda g: A.tool_star(g.reward, g.reward > 0, g.flag, g.group, backend=g.backend),
+    "unidoc_rl": lambda g: A.unidoc_rl(g.reward, *[g.number] * 3, 1 + 0 * g.reward, g.group, backend=g.backend),
+    "vpo": lambda g: A.vpo(g.reward.view(6, 2, 2), None, g.number[:6].view(3, 2), backend=g.backend),
+    "gdpo": lambda g: A.gdpo(several(g), torch.arange(24), [0.3, 0.7], singleton="raw", backend=g.backend),
+    "hiper": lambda g: torch.stack(A.hiper(
+        g.reward - 1e4, g.trajectory, g.flag, g.reward.roll(3), g.reward.roll(5), switch_values=g.reward,
+        backend=g.backend,
+    )),
+    "critic": lambda g: A.step_gae(g.reward - 1e4, g.reward.roll(3), g.trajectory, gamma=0.99, backend=g.backend),
+    "token_gae": lambda g: A.token_gae(
+        g.reward - 1e4, g.reward.roll(3), hpo.PackedBatch.from_lengths([4] * 6).to(g.reward.device), gamma=0.99,
+        backend=g.backend,
+    ),
+}  # fmt: skip
+
+
+def test_an_offset_of_rewards_costs_no_digits(native_backends):
+    """Rewards that are put together, and their returns, keep what tells members of a group apart."""
+    units = far_from_0()
+    for name, case in FAR_FROM_0.items():
+        expected, got = (case(Given(units, backend)).cpu().double() for backend in ("reference", native_backends[0]))
+        assert float((got - expected).abs().max()) <= 32 * UNIT * max(1.0, float(expected.abs().max())), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

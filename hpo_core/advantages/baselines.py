@@ -13,7 +13,7 @@ from ..segments import statistics
 from ..specs import Provenance
 from .flat import grpo, whiten
 from .selection import ordered
-from .terms import as_advantages, estimator, known, members_of, scorable
+from .terms import about_group, as_advantages, estimator, known, members_of, scorable
 
 
 class BetaTracker(NamedTuple):
@@ -122,8 +122,8 @@ def spo_single_stream(
     tensor([ 1.2893, -0.4990,  0.2279, -1.0182])
     """
     check_units(rewards=rewards, value=value, mask=mask)
-    exact = as_advantages(rewards.double() - value.double(), rewards, backend)
-    return whiten(exact, mask=mask, eps=eps, backend=backend)
+    lead = about_group(rewards.double() - value.double(), rewards, None, mask=mask, backend=backend)
+    return whiten(lead, mask=mask, eps=eps, backend=backend)
 
 
 @estimator(Provenance.PAPER)

@@ -8,11 +8,11 @@ import torch
 
 from ..arguments import constants, examines
 from ..checks import check_device, check_dtype, check_shape, check_units
-from ..segments import chains, recurrence
+from ..segments import chains
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
-from .returns import check_discounts, generalised_advantages
-from .terms import Term, as_advantages, combine, estimator, known
+from .returns import check_discounts, generalised_advantages, scan
+from .terms import Term, about_group, as_advantages, combine, estimator, known
 
 
 @estimator(Provenance.VERIFIED, level="step", tables=True)
@@ -36,7 +36,8 @@ def step_gae(
 
     Args:
         step_rewards: ``[N]``. A reward or value that is NaN or infinite makes the advantages of its step and of the
-            steps before it unknown: they are in no statistic and 0, as is that of a step in no trajectory.
+            steps before it unknown: they are in no statistic and 0, as is that of a step in no trajectory. Where a
+            trajectory was cut off, gamma times the critic behind it belongs to its last reward.
         values: ``[N]``, the critic at the last prompt token of each step, before its first response token.
         whitened: False leaves the advantages as they are; returns for the critic are those plus ``values``.
 
@@ -49,8 +50,10 @@ def step_gae(
     steps = chains(trajectory_ids, positions)
     advantages = generalised_advantages(step_rewards, values, steps, gamma, lam, backend=backend)
     if not whitened:
-        return known(advantages)
-    return whiten(advantages, mask=trajectory_ids >= 0, eps=eps, backend=backend)
+        return as_advantages(known(advantages), step_rewards, backend)
+    compared = trajectory_ids >= 0
+    advantages = about_group(advantages, step_rewards, None, mask=compared, backend=backend)
+    return whiten(advantages, mask=compared, eps=eps, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, level="step")
@@ -133,7 +136,7 @@ def hiper(
     ...             torch.tensor([True, False, True, False]), torch.tensor([0.3, 0.4, 0.5, 0.7]),
     ...             torch.tensor([0.35, 0.0, 0.55, 0.0]), normalised=False)
     >>> out.low, out.high
-    (tensor([0.2808, 0.2225, 0.4357, 0.3000]), tensor([0.5843, 0.0000, 0.4000, 0.0000]))
+    (tensor([0.2808, 0.2225, 0.4358, 0.3000]), tensor([0.5843, 0.0000, 0.4000, 0.0000]))
     """
     check_units(
         step_rewards=step_rewards, trajectory_ids=trajectory_ids, low_values=low_values, high_values=high_values,
@@ -142,7 +145,7 @@ def hiper(
     check_discounts(gamma=gamma, low_lam=low_lam, high_lam=high_lam)
     _check_turns(step_rewards, switches=switches, is_truncated=is_truncated)
     steps = chains(trajectory_ids, positions)
-    reward, low, high = (steps.sorted(given) for given in (step_rewards, low_values, high_values))
+    reward, low, high = (steps.sorted(given).double() for given in (step_rewards, low_values, high_values))
     valid = steps.chain >= 0
     begins = steps.begins() | (valid & steps.sorted(switches))
     closes = torch.ones_like(begins)  # the last turn of a segment
@@ -153,11 +156,8 @@ def hiper(
     cut = valid & steps.ends() & (steps.sorted(is_truncated) if is_truncated is not None else False)
     high_behind = torch.where(cut, segments.first(high), steps.following(high))
 
-    def scan(values: torch.Tensor, gains: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return recurrence(values, gains, rows, backend=backend)
-
     def inside(values: torch.Tensor, gain: float) -> torch.Tensor:
-        return scan(values, torch.full_like(values, gain), segments.cu_seqlens)
+        return scan(values, torch.full_like(values, gain), segments.cu_seqlens, backend)
 
     low_behind = torch.where(cut, low, torch.where(closes, steps.following(high), steps.following(low)))
     difference = reward + gamma * low_behind - low
@@ -167,7 +167,7 @@ def hiper(
     # gamma^n and the next segment's difference reach a turn through those between.
     gains = torch.full_like(reward, gamma).masked_fill(closes, gamma * high_lam)
     begun = torch.where(begins, worth - high, 0.0)
-    later = scan(torch.where(closes, gamma * high_lam * steps.following(begun), 0.0), gains, steps.cu_seqlens)
+    later = scan(torch.where(closes, gamma * high_lam * steps.following(begun), 0.0), gains, steps.cu_seqlens, backend)
     streams.append(torch.where(begins, begun + later, 0.0))
     if switch_values is not None:
         streams.append(torch.where(valid, worth - steps.sorted(switch_values), 0.0))
@@ -232,4 +232,5 @@ def _check_turns(step_rewards: torch.Tensor, **turns: torch.Tensor | None) -> No
 
 
 def _normalised(stream: torch.Tensor, turns: torch.Tensor, eps: float, backend: str | None) -> torch.Tensor:
+    stream = about_group(stream, stream, None, mask=turns, backend=backend)
     return combine([Term(stream, None, GroupTerm(ddof=0, eps=eps))], mask=turns, backend=backend)

@@ -26,6 +26,7 @@ from .flat import grpo
 from .returns import episode_returns, once, returns_along
 from .terms import (
     Term,
+    about_group,
     among,
     as_advantages,
     check_finite,
@@ -80,10 +81,11 @@ def gigpo(
     of_step = GroupTerm(scale=scale_of(scaled), eps=eps, coefficient=step_weight)
     weights = None if check_compat(compat) else once(steps)
     prompt = among(group_ids, trajectory_ids >= 0)
-    return combine(
-        [Term(episodes, prompt, of_episode, weights), Term(returns, dense_ids(prompt, anchor_ids), of_step)],
-        backend=backend,
-    )
+    observed = dense_ids(prompt, anchor_ids)
+    episodes = about_group(episodes, step_rewards, prompt, weights=weights, backend=backend)
+    returns = about_group(returns, step_rewards, observed, backend=backend)
+    terms = [Term(episodes, prompt, of_episode, weights), Term(returns, observed, of_step)]
+    return combine(terms, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, level="step", tables=True)
@@ -133,7 +135,9 @@ def hgpo(
     presence = Presence.NONZERO if drop_zeros else Presence.ALWAYS
     anchors = steps.sorted(anchor_ids.to(torch.int64))
     prompt = among(group_ids, trajectory_ids >= 0)
-    level = steps.sorted(dense_ids(prompt, anchor_ids))
+    observed = dense_ids(prompt, anchor_ids)
+    returns = about_group(returns, step_rewards, observed, backend=backend)
+    level = steps.sorted(observed)
     terms = []
     for k in range(history + 1):
         if k > 0:  # the observation k steps before, where the trajectory has one
@@ -147,7 +151,8 @@ def hgpo(
         terms.append(Term(returns, steps.unsorted(level), rule))
     if base_group:
         rule = GroupTerm(scale=scale_of(scaled), eps=eps, presence=presence)
-        terms.append(Term(episode_returns(step_rewards, steps, backend=backend), prompt, rule))
+        episodes = episode_returns(step_rewards, steps, backend=backend)
+        terms.append(Term(about_group(episodes, step_rewards, prompt, backend=backend), prompt, rule))
     return combine(terms, share=Share.EQUAL, share_eps=share_eps, backend=backend)
 
 

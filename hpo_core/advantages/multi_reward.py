@@ -9,9 +9,20 @@ from dataclasses import replace
 import torch
 
 from ..checks import check, check_device, check_floating, check_units
+from ..segments import statistics
 from ..specs import GroupTerm, Provenance, Share
 from .flat import grpo, whiten
-from .terms import Term, as_advantages, check_channels, check_finite, combine, estimator, grouped, keeps_singletons
+from .terms import (
+    Term,
+    about_group,
+    check_channels,
+    check_finite,
+    combine,
+    estimator,
+    grouped,
+    keeps_singletons,
+    members_of,
+)
 
 
 @estimator(Provenance.PAPER, multi_reward=True, tables=True)
@@ -85,11 +96,18 @@ def gdpo(
     channels = check_channels(rewards, weights, group_ids=group_ids, lengths=lengths, mask=mask)
     eps = (1e-4 if lengths is None else 1e-6) if eps is None else eps
     singleton = ("zero" if lengths is None else "raw") if singleton is None else singleton
-    rule = GroupTerm(eps=eps, keep_singletons=keeps_singletons(singleton))
+    rule = GroupTerm(eps=eps)
     terms = [Term(x, group_ids, replace(rule, coefficient=w)) for x, w in zip(rewards, channels, strict=True)]
     together = combine(terms, mask=mask, backend=backend)
     scored = torch.isfinite(rewards).any(0)
     compared = grouped(scored if mask is None else scored & mask, group_ids)
+    if keeps_singletons(singleton):
+        exact = together.double()
+        for x, w in zip(rewards, channels, strict=True):
+            group = statistics(x, group_ids, mask=mask, backend=backend)
+            alone = members_of(x, group, mask) & (group.members == 1)
+            exact = exact + torch.where(alone, w * x.double() / (1 + eps), 0.0)
+        together = about_group(exact, rewards, None, mask=compared, backend=backend)
     return whiten(together, lengths, mask=compared, eps=eps if lengths is None else 1e-8, backend=backend)
 
 
@@ -130,9 +148,10 @@ def vpo(
         list(directions.shape),
     )
     seen = rewards.isfinite().all(dim=-1, keepdim=True)
-    along = torch.where(seen, rewards, 0.0) @ directions.to(rewards.dtype).T  # [S, M, W]
-    best = torch.where(seen, along, -torch.inf).amax(dim=1)
-    return grpo(best.mean(dim=-1), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    along = torch.where(seen, rewards, 0.0).double() @ directions.double().T  # [S, M, W]
+    worth = torch.where(seen, along, -torch.inf).amax(dim=1).mean(dim=-1)
+    worth = about_group(worth, rewards, group_ids, mask=mask, backend=backend)
+    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -166,7 +185,7 @@ def hila(
     check_units(success=success, is_deferred=is_deferred, is_created=is_created, group_ids=group_ids, mask=mask)
     check_finite(defer_cost=defer_cost, create_cost=create_cost)
     cost = defer_cost * is_deferred.double() + create_cost * (is_created & ~is_deferred).double()
-    worth = as_advantages(success.double() - cost, success, backend)
+    worth = about_group(success.double() - cost, success, group_ids, mask=mask, backend=backend)
     return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
@@ -214,7 +233,8 @@ def unidoc_rl(
     earned = answer_weight * answer.double()
     worth = torch.where(exact > 0.5, steps + earned, torch.where(exact > 0, steps, 0.0))
     worth = torch.where(torch.isfinite(steps + earned), worth, torch.nan)
-    return grpo(as_advantages(worth, answer, backend), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    worth = about_group(worth, answer, group_ids, mask=mask, backend=backend)
+    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.PAPER, tables=True)
@@ -251,4 +271,5 @@ def tool_star(
     exact = accuracy.double()
     earned = torch.where(is_multi_tool & (exact > 0), exact + bonus, exact)
     worth = torch.where(is_formatted | ~torch.isfinite(exact), earned, -1.0)
-    return grpo(as_advantages(worth, accuracy, backend), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    worth = about_group(worth, accuracy, group_ids, mask=mask, backend=backend)
+    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)

@@ -14,7 +14,18 @@ from .flat import grpo
 from .returns import once
 from .schedules import craft_gui, datarus, v05_samples
 from .selection import ordered
-from .terms import Term, among, as_advantages, check_eps, check_finite, combine, estimator, grouped, scorable
+from .terms import (
+    Term,
+    about_group,
+    among,
+    as_advantages,
+    check_eps,
+    check_finite,
+    combine,
+    estimator,
+    grouped,
+    scorable,
+)
 
 __all__ = [
     "a2fm_apo",
@@ -133,7 +144,8 @@ def hi_agent(
     check(len(weights) == 3, "weights: expected 3 numbers (format, execution, future), got {}", len(weights))
     check_finite(**{f"weights[{at}]": weight for at, weight in enumerate(weights)})
     exact = sum((w * part.double() for w, part in zip(weights, parts, strict=True)), start=0 * parts[0].double())
-    return grpo(as_advantages(exact, format_rewards, backend), group_ids, eps=eps, backend=backend)
+    worth = about_group(exact, format_rewards, group_ids, backend=backend)
+    return grpo(worth, group_ids, eps=eps, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)
@@ -171,7 +183,8 @@ def a2fm_apo(
     instant = statistics(accuracy, group_ids, mask=scored & is_instant, backend=backend)
     spared = is_instant | (instant.members == 0) | (instant.mean < easy)
     exact = torch.where(spared, accuracy.double(), accuracy.double() * (1 - instant.mean.clamp(min=0) ** alpha))
-    return grpo(as_advantages(exact, accuracy, backend), group_ids, eps=eps, mask=mask, backend=backend)
+    worth = about_group(exact, accuracy, group_ids, mask=mask, backend=backend)
+    return grpo(worth, group_ids, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)
@@ -203,7 +216,7 @@ def hi_grpo(
     check_finite(carry=carry)
     plan, detail = stage_rewards
     check_units(stage_rewards=plan, group_ids=group_ids)
-    together = as_advantages(plan.double() + carry * detail.double(), stage_rewards, backend)
+    together = about_group(plan.double() + carry * detail.double(), stage_rewards, group_ids, backend=backend)
     return torch.stack([grpo(reward, group_ids, eps=eps, backend=backend) for reward in (together, detail)])
 
 
@@ -355,7 +368,7 @@ def hc_grpo(
     check(costs.dim() == 2, "costs: expected shape [C, S] (one row per kind), got {}", list(costs.shape))
     for cost in costs:
         check_units(success=success, group_ids=group_ids, costs=cost)
-    worth = as_advantages(success.double() - costs.double().sum(dim=0), success, backend)
+    worth = about_group(success.double() - costs.double().sum(dim=0), success, group_ids, backend=backend)
     return grpo(worth, group_ids, eps=eps, backend=backend)
 
 

@@ -7,6 +7,7 @@ import torch
 from ..arguments import constants, examines
 from ..checks import check, check_units
 from ..segments import Chains, chains, recurrence
+from .terms import as_advantages
 
 
 @examines
@@ -31,7 +32,7 @@ def discounted_returns(
     """
     check_units(rewards=rewards, trajectory_ids=trajectory_ids)
     steps = chains(trajectory_ids, positions)
-    return steps.unsorted(returns_along(rewards, steps, gamma, backend=backend))
+    return as_advantages(steps.unsorted(returns_along(rewards, steps, gamma, backend=backend)), rewards, backend)
 
 
 def check_discounts(**given: float) -> None:
@@ -39,15 +40,27 @@ def check_discounts(**given: float) -> None:
         check(0 <= number <= 1, "{}: expected a number in [0, 1], got {}", name, number)
 
 
+def scan(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None) -> torch.Tensor:
+    """:func:`hpo_core.segments.recurrence` of float64 ``[U]`` in float64: what float32 leaves out of each result is
+    scanned in its turn. Results far from 0 keep what tells them apart."""
+    rounded = recurrence(values, gains, cu_seqlens, backend=backend).double()
+    if backend == "reference":
+        return rounded
+    begins = torch.zeros(len(values) + 1, dtype=torch.bool, device=values.device)
+    begins.index_fill_(0, cu_seqlens.to(torch.int64).clamp(0, len(values)), True)
+    behind = torch.cat((rounded[1:], rounded.new_zeros(1)))[: len(values)].masked_fill(begins[1:], 0.0)
+    return rounded + recurrence(values + gains * behind - rounded, gains, cu_seqlens, backend=backend)
+
+
 def returns_along(rewards: torch.Tensor, steps: Chains, gamma: float, *, backend: str | None = None) -> torch.Tensor:
-    """The discounted returns ``[N]`` at places of the chains."""
+    """The discounted returns ``[N]`` float64 at places of the chains."""
     check_discounts(gamma=gamma)
-    along = steps.sorted(rewards)
-    return recurrence(along, torch.full_like(along, gamma), steps.cu_seqlens, backend=backend)
+    along = steps.sorted(rewards).double()
+    return scan(along, torch.full_like(along, gamma), steps.cu_seqlens, backend)
 
 
 def episode_returns(rewards: torch.Tensor, steps: Chains, *, backend: str | None = None) -> torch.Tensor:
-    """For every step the sum of its trajectory's rewards ``[N]``; 0 for a step in none."""
+    """For every step the sum of its trajectory's rewards ``[N]`` float64; 0 for a step in none."""
     sums = returns_along(rewards, steps, 1.0, backend=backend)
     return steps.unsorted(torch.where(steps.chain >= 0, steps.first(sums), 0.0))
 
@@ -62,12 +75,11 @@ def generalised_advantages(
     backend: str | None = None,
 ) -> torch.Tensor:
     """GAE: ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lambda A_{t+1}``; V is 0 behind a trajectory.
-    Returns ``[N]``."""
+    Returns ``[N]`` float64."""
     check_discounts(gamma=gamma, lam=lam)
-    along, value = steps.sorted(rewards), steps.sorted(values)
+    along, value = steps.sorted(rewards).double(), steps.sorted(values).double()
     difference = along + gamma * steps.following(value) - value
-    gains = torch.full_like(difference, gamma * lam)
-    return steps.unsorted(recurrence(difference, gains, steps.cu_seqlens, backend=backend))
+    return steps.unsorted(scan(difference, torch.full_like(difference, gamma * lam), steps.cu_seqlens, backend))
 
 
 def once(steps: Chains) -> torch.Tensor:

@@ -10,7 +10,7 @@ from ..checks import check, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import grpo
-from .terms import as_advantages, check_finite, estimator, grouped, known, scorable
+from .terms import about_group, as_advantages, check_finite, estimator, grouped, known, scorable
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -52,7 +52,8 @@ def icpo(
     shaped = torch.where(is_steered & right, rewards.double() + bonus * (1 - progress), rewards.double())
     if rejected:
         mask = right | ~is_steered if mask is None else mask & (right | ~is_steered)
-    return grpo(as_advantages(shaped, rewards, backend), group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    shaped = about_group(shaped, rewards, group_ids, mask=mask, backend=backend)
+    return grpo(shaped, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)

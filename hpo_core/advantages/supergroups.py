@@ -8,7 +8,7 @@ from ..checks import check, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import Center, GroupTerm, Provenance, Scale
 from .returns import once
-from .terms import Term, among, as_advantages, check_eps, combine, estimator, scale_of, scorable
+from .terms import Term, about_group, among, as_advantages, check_eps, combine, estimator, scale_of, scorable
 
 
 @estimator(Provenance.VERIFIED)
@@ -95,7 +95,8 @@ def sgrpo_reward_sum(
     _check_weight(group_weight)
     together = (1 - group_weight) * rewards.double() + group_weight * group_rewards.double()
     rule = GroupTerm(center=Center.LEAVE_ONE_OUT, scale=scale_of(scaled), eps=eps)
-    return combine([Term(as_advantages(together, rewards, backend), supergroup_ids, rule)], mask=mask, backend=backend)
+    together = about_group(together, rewards, supergroup_ids, mask=mask, backend=backend)
+    return combine([Term(together, supergroup_ids, rule)], mask=mask, backend=backend)
 
 
 @estimator(Provenance.VERIFIED)
@@ -135,7 +136,9 @@ def sgrpo_hierarchical_sum(
     advantages = (1 - group_weight) * of_rollouts.double() + group_weight * of_groups
     if scaled:
         together = (1 - group_weight) * rewards.double() + group_weight * group_rewards.double()
-        scale = statistics(together, among(supergroup_ids, group >= 0), mask=scored, backend=backend).deviation(1) + eps
+        supergroup = among(supergroup_ids, group >= 0)
+        together = about_group(together, rewards, supergroup, mask=scored, backend=backend)
+        scale = statistics(together, supergroup, mask=scored, backend=backend).deviation(1) + eps
         advantages = torch.where(advantages == 0, 0.0, advantages / scale)
     return as_advantages(advantages, rewards, backend)
 

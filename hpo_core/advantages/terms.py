@@ -237,6 +237,21 @@ def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | Non
     return exact.to(rewards.dtype if backend == "reference" else torch.float32)
 
 
+def about_group(
+    exact: torch.Tensor,
+    rewards: torch.Tensor,
+    ids: torch.Tensor | None,
+    *,
+    weights: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    backend: str | None,
+) -> torch.Tensor:
+    """What was computed in float64, minus the least of its group: float32 keeps what tells members apart, whatever
+    offset they share. A group of one keeps its value."""
+    group = statistics(exact, ids, weights=weights, mask=mask, backend=backend)
+    return as_advantages(exact - torch.where(group.members > 1, group.least, 0.0), rewards, backend)
+
+
 def known(values: torch.Tensor) -> torch.Tensor:
     """Values, and 0 where one is NaN or infinite: it says nothing."""
     return torch.where(torch.isfinite(values), values, 0.0)

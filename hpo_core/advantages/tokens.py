@@ -17,7 +17,7 @@ from ..segments import chains, dense_ids, recurrence, statistics
 from ..specs import Provenance
 from .flat import whiten
 from .returns import check_discounts, generalised_advantages
-from .terms import as_advantages, estimator, grouped, known, scorable
+from .terms import about_group, as_advantages, estimator, grouped, known, scorable
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -36,7 +36,8 @@ def reinforce_pp(
     credit nor discount it, and rewards on them do not count. Then ``(G - mean) / sqrt(var + 1e-8)``, ddof 1.
 
     Args:
-        token_rewards: ``[T]``, the outcome at a row's last token, and a KL penalty where there is one.
+        token_rewards: ``[T]``, the outcome at a row's last *valid* token (at a masked one, such as the last of a tool's
+            output, it is lost), and a KL penalty where there is one.
         whitened: False leaves the returns as they are.
 
     >>> mask = torch.tensor([True, True, False, False, True, True])
@@ -266,7 +267,8 @@ def token_gae(
     its next row where this one has no more; V is 0 behind the last. Then ``(A - mean) / sqrt(var + 1e-8)``, ddof 1.
 
     Args:
-        token_rewards, values: ``[T]``, the critic before each token. Those at masked tokens do not count.
+        token_rewards, values: ``[T]``, the critic before each token. Those at masked tokens do not count. Where a
+            trajectory was cut off, gamma times the critic behind it belongs to its last reward.
         batch: rows of a trajectory (``trajectory_ids``) stand in the order of its steps. Without such ids this is GAE
             of each row, as verl's ``gae`` is.
         whitened: False leaves the advantages as they are; returns for the critic are those plus ``values``.
@@ -283,7 +285,8 @@ def token_gae(
     given, value = torch.where(valid, token_rewards, 0.0), torch.where(valid, values, 0.0)
     advantages = torch.where(valid, generalised_advantages(given, value, trajectory, gamma, lam, backend=backend), 0.0)
     if not whitened:
-        return known(advantages)
+        return as_advantages(known(advantages), token_rewards, backend)
+    advantages = about_group(advantages, token_rewards, None, mask=valid, backend=backend)
     return whiten(advantages, torch.ones_like(advantages), mask=valid, backend=backend)
 
 
@@ -332,6 +335,7 @@ def t_ppo(
 
     cut = of_row(is_truncated, row, False) & (behind(seen) == 0)
     following = torch.where(cut, value, behind(value))
-    difference = torch.where(valid, token_rewards + gamma * following - value, 0.0)
+    exact = token_rewards.double() + gamma * following.double() - value  # values far from 0 cancel
+    difference = torch.where(valid, exact, 0.0).to(value.dtype)
     gains = torch.where(valid, torch.full_like(value, gamma * lam), 1.0)
     return torch.where(valid, known(recurrence(difference, gains, batch.cu_seqlens, backend=backend)), 0.0)

@@ -237,8 +237,9 @@ def mars2(
     own = among(parents, ~lost)  # a place below N: adding 1 cannot overflow
     tree = group_ids if tree_ids is None else dense_ids(group_ids, tree_ids)
     family = statistics(rewards, dense_ids(among(tree, ~lost), own.clamp(min=-1) + 1), backend=backend)
-    exact = torch.where((group_ids >= 0) & ~lost, rewards.double(), torch.nan)
-    others = (family.mean * family.members - exact) / (family.members - 1).clamp(min=1)
+    least = statistics(rewards, group_ids, backend=backend).least  # an offset of the prompt costs no digits of float32
+    exact = torch.where((group_ids >= 0) & ~lost, rewards.double() - least, torch.nan)
+    others = ((family.mean - least) * family.members - exact) / (family.members - 1).clamp(min=1)
     parent = exact[own.clamp(min=0)] if rewards.numel() else exact
     has_parent, has_siblings = (own >= 0) & torch.isfinite(parent), family.members > 1
     mixed = (1 - siblings) * parent + siblings * others

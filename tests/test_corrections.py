@@ -158,6 +158,16 @@ def test_a_token_the_loss_leaves_out_has_no_say_in_a_correction(reads_reference,
         assert [seen["tokens"] for seen in out.corrections] == [3.0] * len(out.corrections)
 
 
+def test_a_token_of_an_infinite_log_ratio_counts_in_the_metrics_of_a_correction(native_backends):
+    batch, gate = hpo.PackedBatch.from_lengths([3]), gates.compose(gates.reinforce(), Correction(Action.CLAMP))
+    for backend in ("reference", *native_backends):
+        out = loss_of(
+            backend, batch, gate, logp=[-1.0, -INF, -1.0], old_logp=[-1.0] * 3, rollout_logp=[-1.0] * 3,
+            report=("corrections",),
+        )  # fmt: skip
+        assert (out.metrics["tokens"], out.corrections[0]["tokens"]) == (3.0, 3.0), backend
+
+
 @pytest.mark.parametrize("channel", [Channel.STALENESS, Channel.TOTAL])
 def test_a_correction_on_the_total_ratio_leaves_them_out_too(channel, backend):
     """The loss reads one of ``old_logp`` and ``rollout_logp``, the correction the other."""
@@ -210,9 +220,10 @@ def test_tokens_outside_all_leaves_get_their_weight_whatever_it_is(native_backen
         assert weighted.tolist() == pytest.approx((bare.double().cpu() * weight).tolist()), backend
 
 
-def test_what_lies_between_steps_is_masked_for_every_correction(native_backends):
-    """Under a gate of steps a correction of trajectories does not read there."""
-    batch, old = hpo.PackedBatch(torch.tensor([0, 6]), steps=torch.tensor([[1, 3]])), [-1.0] * 6
+@pytest.mark.parametrize(("end", "mask"), [(3, None), (4, torch.tensor([1, 1, 1, 0, 1, 1]))])
+def test_what_lies_between_steps_is_masked_for_every_correction(end, mask, native_backends):
+    """Under a gate of steps a correction of trajectories does not read there, nor where the batch is masked."""
+    batch, old = hpo.PackedBatch(torch.tensor([0, 6]), mask, steps=torch.tensor([[1, end]])), [-1.0] * 6
     rollout = [math.nan, -1.1, -1.2, math.inf, -9.0, -9.0]
     gate = gates.compose(gates.step_gspo(), WEIGHT)
     for backend, report in itertools.product(("reference", *native_backends), ((), ("corrections",))):

@@ -372,3 +372,11 @@ def test_corrections_of_two_channels_read_what_is_theirs(backend):
     of_rows = [total[0], total[1] + total[2], total[1] + total[2]]
     expected = [-math.exp(own + row) for own, row in zip(total, of_rows, strict=True)]
     assert out.grad.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_hispo_masks_a_token_at_its_bound(backend):
+    """Its condition is strict."""
+    batch, old = hpo.PackedBatch.from_lengths([2]), [0.0, math.log(0.5)]
+    gate = gates.hispo(eps_sequence=9.0, eps_token=0.5)
+    out = loss_of(backend, batch, gate, logp=[0.0, 0.0], old_logp=old, rollout_logp=[0.0, 0.0])
+    assert out.grad.tolist() == [-1.0, 0.0]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 import hpo_core as hpo
-from hpo_core import logprob_states, testing
+from hpo_core import logprob_states, testing, vocabulary_parallel
 
 ROWS, VOCABULARY, WIDTH = 11, 44, 6
 IGNORED = -100
@@ -480,3 +480,9 @@ def test_what_is_wrong_is_named(found, world, name):
 def test_sizes_that_ranks_do_not_have_are_an_error_on_all(found, world):
     for rank in found[world]:
         assert "vocabulary_sizes: expected" in rank["error", "sizes"]
+
+
+def test_compiled_code_does_not_gather(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match=r"^process_group: only eager calls gather"):
+        vocabulary_parallel.shards(4, None, None)

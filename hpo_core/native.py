@@ -411,7 +411,7 @@ class Native:
         """Log-probabilities and entropies ``[T]`` of the tokens that rows of logits predict, each row the next one, and
         the gradient of the loss under a gate on tokens ``into`` the logits or a contiguous tensor; ``inputs.logp`` is
         not read. None, and nothing is computed, where one launch cannot do this or is not the quicker way."""
-        if self._loss_from_logits is None or rows.floors is not None:
+        if self._loss_from_logits is None:
             return None
         logits, call = _logits(rows)
         tokens = rows.targets.numel()

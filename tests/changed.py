@@ -56,7 +56,7 @@ MULTIPROCESS = (
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
     *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", "testing", "without_native"),
-    "wrong_arguments",
+    *("backends", "wrong_arguments"),
 )
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ranks")
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")

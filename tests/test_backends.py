@@ -1,5 +1,6 @@
 """A requested backend is used, or refused with a reason; the enumerations are those of the C interface."""
 
+import contextlib
 import enum
 import importlib
 import importlib.util
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from valid_calls import calls
 
 import hpo_core as hpo
@@ -70,7 +72,13 @@ def test_a_requested_backend_is_used(backend):
     assert loss(backend, testing.device_of(backend)) == -1
 
 
-def test_a_call_that_names_a_backend_runs_on_no_other(monkeypatch):
+class Traced(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Traced])
+def test_a_call_that_names_a_backend_runs_on_no_other(mode, monkeypatch):
     """But for what a batch counts once for all calls: the valid tokens of its rows, and where these begin and end."""
     own, named = backends._resolve, [call for call in calls() if call.takes_backend() and not call.is_of_testing()]
 
@@ -81,7 +89,12 @@ def test_a_call_that_names_a_backend_runs_on_no_other(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(backends, "_resolve", resolve)
         for call in named:
-            call.run({**call.arguments, "backend": "cpu"})
+            fits = {"state": None} if "state" in call.arguments and call.is_optional("state") else {}
+            try:
+                with mode():
+                    call.run({**call.arguments, "backend": "cpu"} | fits)
+            except ValueError as error:
+                assert mode is Traced and "eager call" in str(error)
     assert len(named) > 150
 
 

@@ -158,6 +158,16 @@ def test_a_token_the_loss_leaves_out_has_no_say_in_a_correction(reads_reference,
         assert [seen["tokens"] for seen in out.corrections] == [3.0] * len(out.corrections)
 
 
+def test_a_token_of_an_infinite_log_ratio_counts_in_the_metrics_of_a_correction(native_backends):
+    batch, gate = hpo.PackedBatch.from_lengths([3]), gates.compose(gates.reinforce(), Correction(Action.CLAMP))
+    for backend in ("reference", *native_backends):
+        out = loss_of(
+            backend, batch, gate, logp=[-1.0, -INF, -1.0], old_logp=[-1.0] * 3, rollout_logp=[-1.0] * 3,
+            report=("corrections",),
+        )  # fmt: skip
+        assert (out.metrics["tokens"], out.corrections[0]["tokens"]) == (3.0, 3.0), backend
+
+
 @pytest.mark.parametrize("channel", [Channel.STALENESS, Channel.TOTAL])
 def test_a_correction_on_the_total_ratio_leaves_them_out_too(channel, backend):
     """The loss reads one of ``old_logp`` and ``rollout_logp``, the correction the other."""
@@ -210,9 +220,10 @@ def test_tokens_outside_all_leaves_get_their_weight_whatever_it_is(native_backen
         assert weighted.tolist() == pytest.approx((bare.double().cpu() * weight).tolist()), backend
 
 
-def test_what_lies_between_steps_is_masked_for_every_correction(native_backends):
-    """Under a gate of steps a correction of trajectories does not read there."""
-    batch, old = hpo.PackedBatch(torch.tensor([0, 6]), steps=torch.tensor([[1, 3]])), [-1.0] * 6
+@pytest.mark.parametrize(("end", "mask"), [(3, None), (4, torch.tensor([1, 1, 1, 0, 1, 1]))])
+def test_what_lies_between_steps_is_masked_for_every_correction(end, mask, native_backends):
+    """Under a gate of steps a correction of trajectories does not read there, nor where the batch is masked."""
+    batch, old = hpo.PackedBatch(torch.tensor([0, 6]), mask, steps=torch.tensor([[1, end]])), [-1.0] * 6
     rollout = [math.nan, -1.1, -1.2, math.inf, -9.0, -9.0]
     gate = gates.compose(gates.step_gspo(), WEIGHT)
     for backend, report in itertools.product(("reference", *native_backends), ((), ("corrections",))):
@@ -366,9 +377,8 @@ def test_corrections_of_two_channels_read_what_is_theirs(backend):
 def test_rows_of_a_trajectory_that_cancel_leave_nothing(native_backends):
     """Wherever a row begins: the gradient through the aggregate, a sum over both rows, is 0 to the bit."""
     gate = dataclasses.replace(gates.gspo(0.5, 0.5), corrections=(Correction(Action.CLAMP, (-20, -20), (20, 20)),))
-    draw, batch = torch.Generator().manual_seed(0), hpo.PackedBatch.from_lengths(
-        [1, 131, 131], trajectory_ids=torch.tensor([0, 1, 1])
-    )  # fmt: skip
+    batch = hpo.PackedBatch.from_lengths([1, 131, 131], trajectory_ids=torch.tensor([0, 1, 1]))
+    draw = torch.Generator().manual_seed(0)
     alone = -1.0 - torch.rand(131, generator=draw)
     rollout = alone + 3 * torch.randn(131, generator=draw)
     logp, rollout = (torch.cat([-torch.ones(1), each, each]) for each in (alone, rollout))
@@ -376,3 +386,11 @@ def test_rows_of_a_trajectory_that_cancel_leave_nothing(native_backends):
         given = {"weights": torch.ones(3), "rollout_logp": rollout, "backend": backend}
         out = hpo.policy_loss_and_grad(logp, logp, torch.tensor([1.0, 1.0, -1.0]), batch, gate, **given)
         assert out.grad[0] == -1 and not out.grad[1:].any(), backend
+
+
+def test_hispo_masks_a_token_at_its_bound(backend):
+    """Its condition is strict."""
+    batch, old = hpo.PackedBatch.from_lengths([2]), [0.0, math.log(0.5)]
+    gate = gates.hispo(eps_sequence=9.0, eps_token=0.5)
+    out = loss_of(backend, batch, gate, logp=[0.0, 0.0], old_logp=old, rollout_logp=[0.0, 0.0])
+    assert out.grad.tolist() == [-1.0, 0.0]

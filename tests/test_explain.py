@@ -56,6 +56,19 @@ def test_the_first_token_is_explained():
     assert mine == pytest.approx(1.01 * theirs) and found.results["definition"][1] == pytest.approx(theirs)
 
 
+def test_a_token_that_the_selection_leaves_out_says_so():
+    example = testing.random_policy_loss(7, gates.gspo(), ["weights"], layout=testing.Layout((5, 5), seed=4))
+    example = example.given(selection=entropy.Selection(mask=torch.arange(10) != 3))
+
+    def kernel(*given, **keywords):
+        out = hpo.policy_loss_and_grad(*given, **keywords)
+        out.grad[3] += 1
+        return out
+
+    found = testing.explain(example, kernel, "cpu")
+    assert (found.token, found.state) == (3, "valid, not selected")
+
+
 def test_branches_and_channels_have_names():
     example = example_of(gates.fiberpo(0.01))
     found = testing.explain(example, off_by_one_percent_at(*range(17)))
@@ -175,6 +188,10 @@ def test_padded_kernels_are_given_rectangles():
     for example, message in (
         (example_of(gates.gspo()), r"expected rows of equal length, .* got lengths \[5, 0, 9, 1\] of 17 tokens; take "),
         (example_of(gates.step_gspo()), "a mask .* has no steps"),
+        (
+            rows._replace(batch=rows.batch.replace(trajectory_ids=torch.tensor([0, 0]))),
+            "expected rows .*, each a trajectory, .* got",
+        ),
     ):
         with pytest.raises(ValueError, match=f"^padded: {message}"):
             testing.explain(example, kernel, padded=True)

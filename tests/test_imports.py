@@ -161,3 +161,17 @@ def test_no_test_module_is_imported(path):
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module)
     assert not [name for name in names if name and name.startswith("test_")]
+
+
+def test_collectives_name_their_group():
+    """Without one they would wait for every process of a job that splits its ranks into groups."""
+    calls = [
+        (path.name, node)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).startswith(("torch.distributed.all_", "torch.distributed.broad", "dist.all_"))
+    ]
+    assert len(calls) > 10
+    nameless = [(file, node.lineno) for file, node in calls if "group" not in {each.arg for each in node.keywords}]
+    assert nameless == []

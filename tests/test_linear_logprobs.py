@@ -7,6 +7,7 @@ import pytest
 import torch
 from lazily import Lazy
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpo_core as hpo
 from hpo_core.backends import resolve
@@ -435,6 +436,19 @@ def test_opcheck(kept):
         gradients = (a, b if kept > 2 else None, [True, kept > 2, bias is not None])
         given = (hidden, weight, *rest, statistics, *gradients)
         torch.library.opcheck(OPERATORS.linear_token_logprobs_backward.default, given)
+
+
+class Traced(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_operator_has_no_entropy_where_none_is_asked_for():
+    hidden, weight, targets, *_ = head()
+    with Traced():
+        found = hpo.linear_token_logprobs(hidden, weight, targets, entropy=False)
+    expected = hpo.linear_token_logprobs(hidden, weight, targets).logp
+    assert found.entropy is None and torch.equal(found.logp, expected)
 
 
 @pytest.mark.parametrize(("backend", "batched"), [("reference", False), ("cpu", False), ("cpu", True)])

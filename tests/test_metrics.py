@@ -85,6 +85,16 @@ def test_k3_of_small_drifts_is_not_the_rounding_of_ratios(drift, backend):
     assert out.metrics.compute()["kl_old_k3"] == pytest.approx(k3, rel=2 * x.abs().max().item() + 1e-4)
 
 
+@pytest.mark.parametrize("drift", [-1.4, -1.6])
+def test_k3_is_that_of_ratios_that_are_rounded_up_or_down(drift, backend):
+    """In units of the last place below 1."""
+    old_logp = torch.full((64,), -0.001)
+    logp = old_logp + drift * 2**-24
+    out = hpo.policy_loss(logp, old_logp, torch.ones(1), hpo.PackedBatch.from_lengths([64]), backend=backend)
+    x = logp.double() - old_logp.double()
+    assert out.metrics.compute()["kl_old_k3"] == pytest.approx((x * x).mean().item() / 2, rel=1e-3)
+
+
 def test_clip_counts_are_of_selected_tokens(backend):
     example = testing.random_policy_loss(1, gates.dapo(), {"weights"}, layout=Layout((8,), masked="none", seed=1))
     example = example._replace(logp=example.old_logp + 1, advantages=torch.ones(1))

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from breadth import at_length, at_most, number  # noqa: F401 (the first is a fixture)
+from conftest import NATIVE
 
 import hpo_core as hpo
 from hpo_core import ops, testing
@@ -229,7 +230,10 @@ def test_degenerate_scopes(backend):
         assert not top_k(values, batch, 2, scope="call", backend=backend).any()
 
 
-@pytest.mark.parametrize("offsets", [[0, 5, 2, 4, 6], [0, -3, 2, 6, 6], [-(2**62), 2**62, 3, -1], [6, 5, 4]], ids=str)
+@pytest.mark.parametrize(
+    "offsets", [[0, 5, 2, 4, 6], [0, -3, 2, 6, 6], [-(2**62), 2**62, 3, -1], [6, 5, 4], [2, 9, 3]], ids=str
+)
+@pytest.mark.parametrize("backend", ["reference", *NATIVE])
 def test_broken_offsets_are_harmless(backend, offsets):
     device = testing.device_of(backend)
     segments, values = torch.tensor(offsets, device=device), torch.arange(6.0, device=device)
@@ -318,6 +322,7 @@ def test_segments_of_ids(backend):
     assert out.nan_to_num(0.0, neginf=none).tolist() == [
         *(second, second, none, second, 0.0, first, none, none, none, second, second, second, first, first, first)
     ]
+    assert segment_aggregate(values.double(), batch, ids, backend=backend).dtype == torch.float32
     of_segments = segment_aggregate(values * 8, batch, ids, aggregate="sum", expand=False, backend=backend)
     assert of_segments.tolist() == [first, second, *[none] * 13]
 

@@ -69,6 +69,17 @@ def test_the_reference_keeps_every_promise():
     assert testing.check(order_statistic, "order_statistic", examples=30).kept == testing.promises("order_statistic")
 
 
+@pytest.mark.parametrize("off", [-1, 1])
+def test_an_order_statistic_beside_the_right_one_is_found(off):
+    promise = "the index is exact in integers"
+
+    def kernel(*given):
+        threshold, counts = order_statistic(*given)
+        return threshold + off, counts
+
+    assert testing.check(kernel, "order_statistic", examples=2, only=[promise]).broken == (promise,)
+
+
 def user_ppo(pessimistic):
     """PPO as a user writes it: old_logp is a tensor, the denominator the number of tokens, there is no gate."""
 

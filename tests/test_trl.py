@@ -623,7 +623,8 @@ def test_an_entropy_penalty_is_trl_s_bonus(tmp_path):
     theirs = run(hpo_trl.HPOTrainer, tmp_path, entropy_coef=0.01, max_steps=4)
     plain = run(hpo_trl.HPOTrainer, tmp_path, max_steps=4)
     assert (ours.parameters - theirs.parameters).abs().max() <= 1e-6 < (ours.parameters - plain.parameters).abs().max()
-    assert all(entry["entropy_penalty"] < 0 for entry in ours.logs if "entropy" in entry)
+    logged = [(entry["entropy_penalty"], -0.01 * entry["entropy"]) for entry in ours.logs if "entropy" in entry]
+    assert logged and all(penalty == pytest.approx(expected, rel=1e-3) for penalty, expected in logged)
 
 
 @pytest.mark.parametrize(

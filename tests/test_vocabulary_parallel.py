@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 import hpo_core as hpo
-from hpo_core import logprob_states, testing
+from hpo_core import logprob_states, testing, vocabulary_parallel
 
 ROWS, VOCABULARY, WIDTH = 11, 44, 6
 IGNORED = -100
@@ -190,7 +190,8 @@ def together(logits, targets, **over):
     mask = targets != IGNORED
     mask[0], mask[6] = False, False
     batch = hpo.PackedBatch(torch.tensor([0, 6, ROWS]), mask)
-    floors = torch.full((ROWS,), -2.5)
+    whole, target = data()[0], targets.roll(-1).clamp(0, VOCABULARY - 1)  # that a row of logits predicts
+    floors = torch.where(torch.arange(ROWS) % 3 == 0, whole.gather(1, target[:, None])[:, 0], -2.5)
     return hpo.token_logprobs(logits, targets, 0.7, batch=batch, support_floor=floors, entropy_temperature=1.5, **over)
 
 
@@ -479,3 +480,9 @@ def test_what_is_wrong_is_named(found, world, name):
 def test_sizes_that_ranks_do_not_have_are_an_error_on_all(found, world):
     for rank in found[world]:
         assert "vocabulary_sizes: expected" in rank["error", "sizes"]
+
+
+def test_compiled_code_does_not_gather(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match=r"^process_group: only eager calls gather"):
+        vocabulary_parallel.shards(4, None, None)

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from breadth import at_length, few, tried  # noqa: F401 (the first is a fixture)
+from conftest import NATIVE
 
 import hpo_core as hpo
 from hpo_core import testing
@@ -232,9 +233,11 @@ def test_carried_by_hand(backend):
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_errors_are_not_carried_over(backend):
+@pytest.mark.parametrize("boundary", ["carry", "full"])
+@pytest.mark.parametrize("backend", ["reference", *NATIVE])
+def test_errors_stay_with_their_tokens(boundary, backend):
     values = torch.tensor([math.nan, 2.0, 6.0, math.inf])
-    out = run(backend, values, hpo.PackedBatch.from_lengths([4]), Window.forward(2, aggregate="max", boundary="carry"))
+    out = run(backend, values, hpo.PackedBatch.from_lengths([4]), Window.forward(2, aggregate="max", boundary=boundary))
     assert out[0].isnan() and out[1:3].tolist() == [6.0, 6.0] and out[3].isnan()
 
 

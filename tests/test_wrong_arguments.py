@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -169,6 +170,7 @@ ERRORS = [
     (lambda: _loss(weights=hpo.aggregation.token_mean), r"weights: .*, got the function token_mean; call it: token_m"),
     (lambda: _loss(weights=ROWS.mean), r"weights: expected a tensor \[S\] \(one per row\), got the function mean$"),
     (lambda: _loss(weights="mean"), r"weights: expected a tensor \[S\] \(one per row\), got <class 'str'>$"),
+    (lambda: _loss(weights=types.SimpleNamespace(logits=ROWS)), r"weights: expected a tensor .*; pass its \.logits"),
     (lambda: _loss(weights=torch.nn.Linear(1, 1)), r"weights: expected a tensor .*Linear'>; pass its \.weight"),
     (
         lambda: BATCH.replace(group_ids=["a", "b"]),
@@ -218,6 +220,11 @@ ERRORS = [
     (lambda: gates.RatioGate("mine", IDENTITY, head_numbers=0.2), r"head_numbers: expected a pair .*, got 0\.2"),
     (lambda: hpo.entropy.cover(TOKENS > 0, BATCH, (0, 3)), "window: expected a Window, got <class 'tuple'>"),
     (lambda: hpo.advantages.maxrl(ROWS, None, least_mean=-1), "least_mean: expected a finite number >= 0 .*, got -1"),
+    (lambda: hpo.advantages.reinforce_pp(TOKENS, BATCH, gamma=1.5), r"gamma: expected a number in \[0, 1\], got 1\.5"),
+    (
+        lambda: hpo.entropy.ares_penalty(hpo.entropy.AresPenalty.start(2), ROWS, period=0),
+        "period: expected a number of calls >= 1, got 0",
+    ),
     (lambda: hpo.entropy.epo_phase(1, math.nan), "steps: expected a finite number >= 2, got nan"),
     (lambda: gates.tis(0), "ratio_cap: expected an absolute ratio > 0 or None, got 0"),
     # What is wrong with a part of what is made, behind the arguments it was made of.

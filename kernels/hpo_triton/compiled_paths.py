@@ -146,10 +146,8 @@ def _correction(
     inputs = _leaves(_masked(), TWO[: int(of_segments)])._replace(token_weight=_floats(TOKENS))
     name = f"correction: {statistic.name} {reduction.name if of_segments else 'TOKEN'} {action.name}"
     if in_loss:  # whose log-ratios say which tokens count
-        inputs, name = (
-            inputs._replace(correction_second=_floats(TOKENS), ref_logp=_floats(TOKENS)),
-            f"{name}, in a loss",
-        )
+        inputs = inputs._replace(correction_second=_floats(TOKENS), ref_logp=_floats(TOKENS))
+        name = f"{name}, in a loss"
     return name, lambda: corrections.correction(inputs, spec)
 
 

@@ -178,8 +178,6 @@ def loss_from_logits(
     rows: LogitRows, inputs: PolicyLossInputs, spec: PolicyLossSpec, into: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """As Native.loss_from_logits."""
-    if rows.floors is not None:
-        return None
     logits, layout = rows.at_two_strides()
     strides = rows.strides_of(into, logits, layout)
     programs = _programs(logits, rows.targets.numel())

@@ -16,13 +16,12 @@ from .inputs import (
     gbpo_target,
     hapo_bounds,
     kl_cov_mask,
-    m2po_bounds,
-    m2po_mask,
     rec_ring_mask,
 )
-from .objectives import bpo, dro, gbpo, kimi, kl_cov, m2po, nft, opmd, ppo_penalty, sapo, spo
+from .objectives import bpo, dro, gbpo, kimi, kl_cov, nft, opmd, ppo_penalty, sapo, spo
 from .parts import Channel, Clip, Correction, Drop, Excess, Gamma, Identity, Level, LogClip, Rollback, Tanh
 from .ratio_gate import FirstOrder, GateInputs, RatioGate
+from .second_moment import m2po, m2po_bounds, m2po_clip, m2po_mask
 from .sequence_level import a_lol, gmpo, gspo, gspo_token, luspo, rec, rec_ring, topr, vespo
 from .token_level import (
     archer_clip,
@@ -34,7 +33,6 @@ from .token_level import (
     dapo,
     dcpo_clip,
     hapo_clip,
-    m2po_clip,
     ppo_clip,
     reinforce,
     triplet_clip,

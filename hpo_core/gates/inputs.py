@@ -17,7 +17,7 @@ from .. import ops
 from ..arguments import check_compat, examines
 from ..batch import PackedBatch, alone_without, renumber, takes_padded
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
-from ..distributed import running_sum, sum_in_order
+from ..distributed import sum_in_order
 from ..specs import GroupStatistics, OrderRule
 from .ratio_gate import GateInputs
 from .token_level import check_epsilons
@@ -230,75 +230,6 @@ def kl_cov_mask(
     """
     covariance, _, counted = _covariance(logp, advantages, batch, advantage_level)
     return GateInputs(penalty_mask=_greatest(covariance, counted, share, batch, counted))
-
-
-@of_tokens
-def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, threshold: float = 0.04) -> GateInputs:
-    """``gate_inputs`` for :func:`m2po`: a mask without the largest log-ratios, until the mean of the other squares is
-    below ``threshold`` (arXiv 2510.01161 as AReaL has it; 0.04). The smallest stays, whatever it is, as there.
-
-    Traps: AReaL takes the ratio of the proximal policy to the sampler, which no step of the minibatches moves:
-    ``m2po_mask(old_logp, rollout_logp, batch)``, and keeps PPO's clip: ``ppo_clip`` with this mask. The authors' own
-    code bounds the tokens that PPO would clip and no others: :func:`m2po_bounds`.
-
-    >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3])).token_mask
-    tensor([ True, False,  True])
-    """
-    check_policies(batch, logp, old_logp)
-    valid = valid_tokens(batch)
-    square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()
-    ordered, order = torch.where(valid, square, torch.full_like(square, torch.inf)).sort(stable=True)
-    means = running_sum(ordered) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
-    kept = means < threshold  # means of ascending numbers ascend
-    kept[:1] = True
-    return GateInputs(token_mask=torch.zeros_like(valid).scatter_(0, order, kept) & valid)
-
-
-@of_tokens
-def m2po_bounds(
-    logp: torch.Tensor,
-    old_logp: torch.Tensor,
-    advantages: torch.Tensor,
-    batch: PackedBatch,
-    *,
-    budget: float = 0.04,
-    advantage_level: str | None = None,
-) -> GateInputs:
-    """One pair of bounds ``exp(-+ tau)`` for :func:`m2po_clip`, within which the tokens that run ahead of their
-    advantage stay near the old policy in the mean square (arXiv 2510.01161; its code).
-
-    Of the n tokens with ``A x > 0``, x the log-ratio, tau is the largest ``|x|`` at which the mean of
-    ``min(x^2, tau^2)`` is below ``budget``; 0 where there is none. There is no bound where the mean of ``x^2`` is at
-    most ``budget``.
-
-    Args:
-        logp: of the current policy: the bounds belong to this minibatch.
-        budget: 0.04 as in the recipes, which set no least width of the clip either.
-        advantage_level: as in :func:`~hpo_core.policy_loss`.
-
-    A token whose advantage or log-ratio is not finite has no say. The token that tau is of passes (in the code rounding
-    decides): the bounds lie a millionth outside.
-
-    >>> x, batch = torch.tensor([0.1, 0.2, 0.5, -0.3]), PackedBatch.from_lengths([4])
-    >>> low, high = m2po_bounds(x, torch.zeros(4), torch.tensor([1.0]), batch).bounds
-    >>> low, high
-    (tensor([0.8187, 0.8187, 0.8187, 0.8187]), tensor([1.2214, 1.2214, 1.2214, 1.2214]))
-    """
-    check(0 <= budget < math.inf, "budget: expected a mean square >= 0, got {}", budget)
-    check_policies(batch, logp, old_logp)
-    advantage, x = per_token(advantages, batch, advantage_level), logp.detach().double() - old_logp.double()
-    ahead = valid_tokens(batch) & advantage.isfinite() & x.isfinite() & (advantage.sign() * x > 0)
-    square = torch.where(ahead, x, 0.0).square()
-    ordered = torch.where(ahead, square, torch.inf).sort().values
-    n, place = ahead.sum(), torch.arange(ordered.numel(), device=ordered.device)
-    known = torch.where(place < n, ordered, 0.0)
-    capped = running_sum(known) + known * (n - place - 1)  # the sum of min(x^2, tau^2) for each x as tau; it ascends
-    within = ((place < n) & (capped < budget * n)).sum()
-    tau = torch.cat((known.new_zeros(1), known)).gather(0, within.reshape(1)).sqrt()
-    tau = torch.where(within > 0, tau + 1e-6 * (1 + tau), tau)  # kernels round the ratio of the token that tau is of
-    tau = torch.where(sum_in_order(square) <= budget * n, torch.inf, tau)
-    low, high = (each.exp().float().repeat(logp.numel()) for each in (-tau, tau))
-    return GateInputs(bounds=(low, high))
 
 
 @of_tokens

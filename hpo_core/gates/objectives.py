@@ -200,17 +200,6 @@ def kl_cov(coefficient: float = 1.0) -> RatioGate:
     )
 
 
-def m2po() -> RatioGate:
-    """M2PO: ``loss_t = -r A`` on the tokens that keep the mean squared log-ratio small: pass
-    ``gate_inputs=m2po_mask(...)`` (arXiv 2510.01161 as AReaL has it). The authors' code: :func:`m2po_clip`.
-
-    >>> m2po().takes_bounds
-    False
-    """
-    needs = (("token_mask", "gates.m2po_mask(logp, old_logp, batch)"),)
-    return RatioGate("m2po", Identity(), needs=needs, source="AReaL", provenance=Provenance.VERIFIED)
-
-
 def _quadratic(name: str, beta: float, source: str) -> RatioGate:
     return RatioGate(
         name, Identity(), head=Head.LOG, head_numbers=(beta, beta), source=source, provenance=Provenance.VERIFIED

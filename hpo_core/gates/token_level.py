@@ -204,23 +204,6 @@ def dcpo_clip(ratio_cap: float = 10.0) -> RatioGate:
 
 
 @examines
-def m2po_clip(ratio_dual: float | None = None) -> RatioGate:
-    """PPO's clip with the bounds of M2PO's authors, which hold the mean squared log-ratio: pass
-    ``gate_inputs=m2po_bounds(...)`` (arXiv 2510.01161; its code).
-
-    Args:
-        ratio_dual: as in :func:`ppo_clip`; none there.
-
-    :func:`m2po`, AReaL's form, leaves tokens out on either side of every advantage and clips none.
-
-    >>> m2po_clip().needs[0]
-    ('bounds', 'gates.m2po_bounds(logp, old_logp, advantages, batch)')
-    """
-    bounds = "gates.m2po_bounds(logp, old_logp, advantages, batch)"
-    return renamed("m2po_clip", ppo_clip(ratio_dual=ratio_dual), "arXiv 2510.01161", bounds=bounds)
-
-
-@examines
 def clip_cov(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float | None = None) -> RatioGate:
     """Clip-Cov: PPO's clip, with a few tokens of high covariance taken out: pass ``gate_inputs=clip_cov_mask(...)``
     (arXiv 2505.22617; verl).

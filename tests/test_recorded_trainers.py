@@ -496,6 +496,26 @@ def test_roll_keeps_rlvrs_masks_and_weights(corrected):
     assert ("actor/train_infer_ratio_token_mean@sum" in of_roll(batch, batch.logp, final, **fields)[1]) == corrected
 
 
+def test_roll_logs_parts_over_the_counts_of_the_step():
+    """ROLL adds what ends in @sum over micro-batches and ranks, and takes the mean of the rest."""
+    batch = with_a_far_reference(Batch())
+    fields = {"dual_clip_loss": False, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    total, logged = of_roll(batch, batch.logp, **fields)
+    ratio = torch.exp(batch.logp - batch.old)
+    outside = ((ratio > 1.28) & (batch.advantages > 0)) | ((ratio < 0.8) & (batch.advantages < 0))
+    expected = {
+        "pg_loss": clipped(batch.logp, batch.old, batch.advantages, 0.2, 0.28),
+        "kl_loss": clamped_k3(batch.logp, batch.ref),
+        "policykl": batch.logp - batch.old,
+        "ppo_ratio_clipfrac": outside.float(),
+    }
+    for name, terms in expected.items():
+        assert logged[f"actor/{name}@sum"] == pytest.approx(masked(terms, batch.mask).sum().item() / 99, rel=1e-4), name
+    assert logged["actor/total_loss@sum"] == total.item() and all(name.endswith("@sum") for name in logged)
+    weighted = of_roll(batch, batch.logp, length_loss_weight=True)[1]
+    assert "actor/weighted_pg_loss@sum" in weighted and "actor/pg_loss@sum" not in weighted
+
+
 def test_roll_trains_agents_without_the_mask_of_samples_and_filters_their_entropy():
     batch, final = Batch(), torch.zeros_like(Batch().mask)
     kept = batch.mask & (torch.exp(batch.old - batch.rollout) > 0.8)

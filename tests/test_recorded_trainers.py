@@ -277,6 +277,95 @@ def test_slime_refuses_by_name(gate, fields, said, monkeypatch):
         of_slime(Batch(), Batch().logp, slime_sums(Batch()), **fields)
 
 
+# --------------------------------------------------------------------------------------------------------------- miles
+# policy_loss_function of miles/backends/training_utils/loss_hub/losses.py and get_sum_of_sample_mean of cp_utils.py
+# beside it, at 31f1ca9.
+
+
+def of_miles(batch, logp, sums, **fields):
+    told = {
+        "advantage_estimator": "grpo", "calculate_per_token_loss": False, "entropy_coef": 0.0, "eps_clip": 0.2,
+        "eps_clip_c": None, "eps_clip_high": 0.2, "use_kl_loss": False, "use_opsm": False, "use_tis": False,
+        "use_rollout_logprobs": False, "use_unbiased_kl": False, "tis_clip": 1.1, "tis_clip_low": 0.0,
+        "get_mismatch_metrics": False, "custom_tis_function_path": None, "qkv_format": "thd",
+        "observe_training_entropy": False, **fields,
+    }  # fmt: skip
+    state, lengths, seen = object(), [LENGTH] * ROWS, {}
+
+    def scores(logits, *, args, with_entropy, entropy_requires_grad, max_seq_lens, **keywords):
+        assert sorted(keywords) == ["response_lengths", "total_lengths", "unconcat_tokens"] and max_seq_lens is lengths
+        seen["entropy"] = with_entropy
+        entropy = [logp[row, :length] ** 2 for row, length in enumerate(batch.lengths)]
+        found = {"log_probs": parts(logp, batch)}
+        if with_entropy:
+            found["entropy"] = entropy if entropy_requires_grad else [each.detach() for each in entropy]
+        return found
+
+    def corrected(args, *, parallel_state, max_seq_lens, **keywords):
+        assert parallel_state is state and max_seq_lens is lengths
+        return truncated(args, **keywords)
+
+    def reducer(total, responses, masks, per_token, qkv_format, max_seq_lens, *, denominators):
+        assert (qkv_format, max_seq_lens) == ("thd", lengths)
+        return sums_of_means(responses, masks, denominators, per_token)
+
+    theirs = {
+        "get_log_probs_and_entropy": scores, "compute_approx_kl": k3, "vanilla_tis_function": corrected,
+        "load_function": {"mine.corrected": corrected}.get, "get_sum_of_sample_mean": reducer,
+        "get_parallel_state": lambda: state,
+    }  # fmt: skip
+    handed = {
+        "unconcat_tokens": [], "total_lengths": batch.lengths, "response_lengths": batch.lengths,
+        "loss_masks": parts(batch.mask.long(), batch), "advantages": parts(batch.advantages, batch),
+        "log_probs": parts(batch.old, batch), "rollout_log_probs": parts(batch.rollout, batch),
+        "ref_log_probs": parts(batch.ref, batch), "rollout_mask_sums": sums, "max_seq_lens": lengths,
+        "teacher_log_probs": None,
+    }  # fmt: skip
+    given = sums_of_means(batch.lengths, handed["loss_masks"], sums or [1.0] * ROWS, told["calculate_per_token_loss"])
+    with modules(miles__backends__training_utils__loss_hub__losses=theirs):
+        found = integration("miles").loss(SimpleNamespace(**told), handed, logp, given)
+    assert seen["entropy"] == (told["entropy_coef"] != 0 or told["observe_training_entropy"])
+    return found
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("path", [None, "mine.corrected"])
+def test_miles(path, per_token):
+    batch = Batch()
+    sums = slime_sums(batch)
+    weights = torch.ones(ROWS, 1) if per_token else 1 / torch.tensor(sums)[:, None]
+
+    def theirs(logp, coefficient=0.1):
+        ratio = torch.exp(batch.old - batch.rollout).clamp(0.0, 1.1)
+        terms = ratio * clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5)
+        terms = terms - coefficient * logp**2 + 0.05 * k3(logp, batch.ref, "k3")
+        return (weights * masked(terms, batch.mask)).sum()
+
+    fields = {
+        "calculate_per_token_loss": per_token, "eps_clip_high": 0.28, "eps_clip_c": 1.5, "use_kl_loss": True,
+        "kl_loss_coef": 0.05, "kl_loss_type": "k3", "use_tis": True, "custom_tis_function_path": path,
+    }  # fmt: skip
+    equal(lambda logp: of_miles(batch, logp, sums, entropy_coef=0.1, **fields), theirs, batch.logp)
+    equal(
+        lambda logp: of_miles(batch, logp, sums, observe_training_entropy=True, **fields),
+        lambda logp: theirs(logp, 0.0),
+        batch.logp,
+    )
+    entropy = of_miles(batch, batch.logp, sums, observe_training_entropy=True, **fields)[1]["entropy_loss"]
+    assert entropy > 0 and of_miles(batch, batch.logp, sums, **fields)[1]["entropy_loss"] == 0
+
+
+def test_miles_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
+    batch = Batch()
+    monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
+    expected = of_slime(batch, batch.logp, slime_sums(batch))[0]
+    assert of_miles(batch, batch.logp, slime_sums(batch))[0] == expected
+    with pytest.raises(ValueError, match=r"eps_clip: the gate 'gspo' does not read it; .*miles's 0\.2"):
+        of_miles(batch, batch.logp, slime_sums(batch), eps_clip=0.3)
+    with pytest.raises(ValueError, match="batch: expected 'rollout_mask_sums'"):
+        of_miles(batch, batch.logp, None)
+
+
 # ------------------------------------------------------------------------------------------------------------- NeMo-RL
 # LossFunction, calculate_kl of nemo_rl/algorithms/utils.py and ClippedPGLossFn of
 # nemo_rl/algorithms/loss/loss_functions.py at 7ea279a.

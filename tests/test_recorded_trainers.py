@@ -366,6 +366,67 @@ def test_miles_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
         of_miles(batch, batch.logp, None)
 
 
+# -------------------------------------------------------------------------------------------------------------- EasyR1
+# compute_policy_loss and average_loss of verl/trainer/core_algos.py, called in verl/workers/actor/dp_actor.py, at
+# b44b311.
+
+
+def of_easyr1(batch, logp, **fields):
+    told = {
+        "clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_dual": 3.0, "tau_positive": 1.0,
+        "tau_negative": 1.05, "loss_type": "default", "loss_avg_mode": "token", **fields,
+    }  # fmt: skip
+    with modules(verl__workers__actor__dp_actor={}) as stubs:
+        integration("easyr1").install()
+        return stubs["verl.workers.actor.dp_actor"].compute_policy_loss(
+            old_log_probs=batch.poisoned(batch.old), log_probs=logp, advantages=batch.advantages,
+            response_mask=batch.mask.long(), **told,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["token", "seq"])
+@pytest.mark.parametrize("kind", ["default", "gspo", "cispo", "sapo"])
+def test_easyr1(kind, mode):
+    batch = Batch(empty_row=True, per_token=True)
+    counts = batch.mask.sum(1, keepdim=True)
+    shares = 1 / counts.sum() if mode == "token" else 1 / (ROWS * counts.clamp(min=1))
+
+    def theirs(logp):
+        ratio = torch.exp(logp - batch.old)
+        mean = masked(logp - batch.old, batch.mask).sum(1, keepdim=True) / counts.clamp(min=1)
+        tau = torch.where(batch.advantages >= 0, 1.0, 1.05)
+        terms = {
+            "default": lambda: clipped(logp, batch.old, batch.advantages, 0.2, 0.3, 1.2),
+            "gspo": lambda: clipped(mean, 0.0, batch.advantages, 0.2, 0.3, 1.2),
+            "cispo": lambda: -batch.advantages * logp * ratio.detach().clamp(0.8, 1.3),
+            "sapo": lambda: -batch.advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1)),
+        }[kind]()
+        return (shares * masked(terms, batch.mask)).sum()
+
+    fields = {"loss_type": kind, "loss_avg_mode": mode, "clip_ratio_dual": 1.2}
+    equal(lambda logp: of_easyr1(batch, logp, **fields), theirs, batch.logp)
+    logged = of_easyr1(batch, batch.logp, **fields)[1]
+    assert logged["ppo_kl"] == pytest.approx((batch.old - batch.logp)[batch.mask].mean().item(), rel=1e-5)
+    assert logged["entropy_loss"] == pytest.approx((shares * masked(-batch.logp, batch.mask)).sum().item(), rel=1e-5)
+
+
+def test_easyr1_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
+    batch = Batch()
+    monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
+    expected = hpo.policy_loss(
+        batch.logp, batch.old, batch.advantages, batch.mask, gates.gspo(0.05, 0.06), advantage_level="token"
+    )
+    torch.testing.assert_close(of_easyr1(batch, batch.logp)[0], expected.loss)
+    with pytest.raises(ValueError, match="clip_ratio_high: the gate 'gspo' does not read it; got 0"):
+        of_easyr1(batch, batch.logp, clip_ratio_high=0.2)
+    monkeypatch.setenv("HPO_GATE", "icepop")
+    with pytest.raises(ValueError, match="EasyR1 tells its loss no sampler"):
+        of_easyr1(batch, batch.logp)
+    monkeypatch.setenv("HPO_GATE", "")
+    with pytest.raises(ValueError, match="loss_type"):
+        of_easyr1(batch, batch.logp, loss_type="gspo_token")
+
+
 # ------------------------------------------------------------------------------------------------------------- NeMo-RL
 # LossFunction, calculate_kl of nemo_rl/algorithms/utils.py and ClippedPGLossFn of
 # nemo_rl/algorithms/loss/loss_functions.py at 7ea279a.

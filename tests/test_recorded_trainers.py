@@ -277,6 +277,156 @@ def test_slime_refuses_by_name(gate, fields, said, monkeypatch):
         of_slime(Batch(), Batch().logp, slime_sums(Batch()), **fields)
 
 
+# --------------------------------------------------------------------------------------------------------------- miles
+# policy_loss_function of miles/backends/training_utils/loss_hub/losses.py and get_sum_of_sample_mean of cp_utils.py
+# beside it, at 31f1ca9.
+
+
+def of_miles(batch, logp, sums, **fields):
+    told = {
+        "advantage_estimator": "grpo", "calculate_per_token_loss": False, "entropy_coef": 0.0, "eps_clip": 0.2,
+        "eps_clip_c": None, "eps_clip_high": 0.2, "use_kl_loss": False, "use_opsm": False, "use_tis": False,
+        "use_rollout_logprobs": False, "use_unbiased_kl": False, "tis_clip": 1.1, "tis_clip_low": 0.0,
+        "get_mismatch_metrics": False, "custom_tis_function_path": None, "qkv_format": "thd",
+        "observe_training_entropy": False, **fields,
+    }  # fmt: skip
+    state, lengths, seen = object(), [LENGTH] * ROWS, {}
+
+    def scores(logits, *, args, with_entropy, entropy_requires_grad, max_seq_lens, **keywords):
+        assert sorted(keywords) == ["response_lengths", "total_lengths", "unconcat_tokens"] and max_seq_lens is lengths
+        seen["entropy"] = with_entropy
+        entropy = [logp[row, :length] ** 2 for row, length in enumerate(batch.lengths)]
+        found = {"log_probs": parts(logp, batch)}
+        if with_entropy:
+            found["entropy"] = entropy if entropy_requires_grad else [each.detach() for each in entropy]
+        return found
+
+    def corrected(args, *, parallel_state, max_seq_lens, **keywords):
+        assert parallel_state is state and max_seq_lens is lengths
+        return truncated(args, **keywords)
+
+    def reducer(total, responses, masks, per_token, qkv_format, max_seq_lens, *, denominators):
+        assert (qkv_format, max_seq_lens) == ("thd", lengths)
+        return sums_of_means(responses, masks, denominators, per_token)
+
+    theirs = {
+        "get_log_probs_and_entropy": scores, "compute_approx_kl": k3, "vanilla_tis_function": corrected,
+        "load_function": {"mine.corrected": corrected}.get, "get_sum_of_sample_mean": reducer,
+        "get_parallel_state": lambda: state,
+    }  # fmt: skip
+    handed = {
+        "unconcat_tokens": [], "total_lengths": batch.lengths, "response_lengths": batch.lengths,
+        "loss_masks": parts(batch.mask.long(), batch), "advantages": parts(batch.advantages, batch),
+        "log_probs": parts(batch.old, batch), "rollout_log_probs": parts(batch.rollout, batch),
+        "ref_log_probs": parts(batch.ref, batch), "rollout_mask_sums": sums, "max_seq_lens": lengths,
+        "teacher_log_probs": None,
+    }  # fmt: skip
+    given = sums_of_means(batch.lengths, handed["loss_masks"], sums or [1.0] * ROWS, told["calculate_per_token_loss"])
+    with modules(miles__backends__training_utils__loss_hub__losses=theirs):
+        found = integration("miles").loss(SimpleNamespace(**told), handed, logp, given)
+    assert seen["entropy"] == (told["entropy_coef"] != 0 or told["observe_training_entropy"])
+    return found
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize("path", [None, "mine.corrected"])
+def test_miles(path, per_token):
+    batch = Batch()
+    sums = slime_sums(batch)
+    weights = torch.ones(ROWS, 1) if per_token else 1 / torch.tensor(sums)[:, None]
+
+    def theirs(logp, coefficient=0.1):
+        ratio = torch.exp(batch.old - batch.rollout).clamp(0.0, 1.1)
+        terms = ratio * clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5)
+        terms = terms - coefficient * logp**2 + 0.05 * k3(logp, batch.ref, "k3")
+        return (weights * masked(terms, batch.mask)).sum()
+
+    fields = {
+        "calculate_per_token_loss": per_token, "eps_clip_high": 0.28, "eps_clip_c": 1.5, "use_kl_loss": True,
+        "kl_loss_coef": 0.05, "kl_loss_type": "k3", "use_tis": True, "custom_tis_function_path": path,
+    }  # fmt: skip
+    equal(lambda logp: of_miles(batch, logp, sums, entropy_coef=0.1, **fields), theirs, batch.logp)
+    equal(
+        lambda logp: of_miles(batch, logp, sums, observe_training_entropy=True, **fields),
+        lambda logp: theirs(logp, 0.0),
+        batch.logp,
+    )
+    entropy = of_miles(batch, batch.logp, sums, observe_training_entropy=True, **fields)[1]["entropy_loss"]
+    assert entropy > 0 and of_miles(batch, batch.logp, sums, **fields)[1]["entropy_loss"] == 0
+
+
+def test_miles_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
+    batch = Batch()
+    monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
+    expected = of_slime(batch, batch.logp, slime_sums(batch))[0]
+    assert of_miles(batch, batch.logp, slime_sums(batch))[0] == expected
+    with pytest.raises(ValueError, match=r"eps_clip: the gate 'gspo' does not read it; .*miles's 0\.2"):
+        of_miles(batch, batch.logp, slime_sums(batch), eps_clip=0.3)
+    with pytest.raises(ValueError, match="batch: expected 'rollout_mask_sums'"):
+        of_miles(batch, batch.logp, None)
+
+
+# -------------------------------------------------------------------------------------------------------------- EasyR1
+# compute_policy_loss and average_loss of verl/trainer/core_algos.py, called in verl/workers/actor/dp_actor.py, at
+# b44b311.
+
+
+def of_easyr1(batch, logp, **fields):
+    told = {
+        "clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_dual": 3.0, "tau_positive": 1.0,
+        "tau_negative": 1.05, "loss_type": "default", "loss_avg_mode": "token", **fields,
+    }  # fmt: skip
+    with modules(verl__workers__actor__dp_actor={}) as stubs:
+        integration("easyr1").install()
+        return stubs["verl.workers.actor.dp_actor"].compute_policy_loss(
+            old_log_probs=batch.poisoned(batch.old), log_probs=logp, advantages=batch.advantages,
+            response_mask=batch.mask.long(), **told,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["token", "seq"])
+@pytest.mark.parametrize("kind", ["default", "gspo", "cispo", "sapo"])
+def test_easyr1(kind, mode):
+    batch = Batch(empty_row=True, per_token=True)
+    counts = batch.mask.sum(1, keepdim=True)
+    shares = 1 / counts.sum() if mode == "token" else 1 / (ROWS * counts.clamp(min=1))
+
+    def theirs(logp):
+        ratio = torch.exp(logp - batch.old)
+        mean = masked(logp - batch.old, batch.mask).sum(1, keepdim=True) / counts.clamp(min=1)
+        tau = torch.where(batch.advantages >= 0, 1.0, 1.05)
+        terms = {
+            "default": lambda: clipped(logp, batch.old, batch.advantages, 0.2, 0.3, 1.2),
+            "gspo": lambda: clipped(mean, 0.0, batch.advantages, 0.2, 0.3, 1.2),
+            "cispo": lambda: -batch.advantages * logp * ratio.detach().clamp(0.8, 1.3),
+            "sapo": lambda: -batch.advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1)),
+        }[kind]()
+        return (shares * masked(terms, batch.mask)).sum()
+
+    fields = {"loss_type": kind, "loss_avg_mode": mode, "clip_ratio_dual": 1.2}
+    equal(lambda logp: of_easyr1(batch, logp, **fields), theirs, batch.logp)
+    logged = of_easyr1(batch, batch.logp, **fields)[1]
+    assert logged["ppo_kl"] == pytest.approx((batch.old - batch.logp)[batch.mask].mean().item(), rel=1e-5)
+    assert logged["entropy_loss"] == pytest.approx((shares * masked(-batch.logp, batch.mask)).sum().item(), rel=1e-5)
+
+
+def test_easyr1_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
+    batch = Batch()
+    monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
+    expected = hpo.policy_loss(
+        batch.logp, batch.old, batch.advantages, batch.mask, gates.gspo(0.05, 0.06), advantage_level="token"
+    )
+    torch.testing.assert_close(of_easyr1(batch, batch.logp)[0], expected.loss)
+    with pytest.raises(ValueError, match="clip_ratio_high: the gate 'gspo' does not read it; got 0"):
+        of_easyr1(batch, batch.logp, clip_ratio_high=0.2)
+    monkeypatch.setenv("HPO_GATE", "icepop")
+    with pytest.raises(ValueError, match="EasyR1 tells its loss no sampler"):
+        of_easyr1(batch, batch.logp)
+    monkeypatch.setenv("HPO_GATE", "")
+    with pytest.raises(ValueError, match="loss_type"):
+        of_easyr1(batch, batch.logp, loss_type="gspo_token")
+
+
 # ------------------------------------------------------------------------------------------------------------- NeMo-RL
 # LossFunction, calculate_kl of nemo_rl/algorithms/utils.py and ClippedPGLossFn of
 # nemo_rl/algorithms/loss/loss_functions.py at 7ea279a.
@@ -494,6 +644,26 @@ def test_roll_keeps_rlvrs_masks_and_weights(corrected):
     }  # fmt: skip
     equal(lambda logp: of_roll(batch, logp, final, **fields), theirs, batch.logp)
     assert ("actor/train_infer_ratio_token_mean@sum" in of_roll(batch, batch.logp, final, **fields)[1]) == corrected
+
+
+def test_roll_logs_parts_over_the_counts_of_the_step():
+    """ROLL adds what ends in @sum over micro-batches and ranks, and takes the mean of the rest."""
+    batch = with_a_far_reference(Batch())
+    fields = {"dual_clip_loss": False, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    total, logged = of_roll(batch, batch.logp, **fields)
+    ratio = torch.exp(batch.logp - batch.old)
+    outside = ((ratio > 1.28) & (batch.advantages > 0)) | ((ratio < 0.8) & (batch.advantages < 0))
+    expected = {
+        "pg_loss": clipped(batch.logp, batch.old, batch.advantages, 0.2, 0.28),
+        "kl_loss": clamped_k3(batch.logp, batch.ref),
+        "policykl": batch.logp - batch.old,
+        "ppo_ratio_clipfrac": outside.float(),
+    }
+    for name, terms in expected.items():
+        assert logged[f"actor/{name}@sum"] == pytest.approx(masked(terms, batch.mask).sum().item() / 99, rel=1e-4), name
+    assert logged["actor/total_loss@sum"] == total.item() and all(name.endswith("@sum") for name in logged)
+    weighted = of_roll(batch, batch.logp, length_loss_weight=True)[1]
+    assert "actor/weighted_pg_loss@sum" in weighted and "actor/pg_loss@sum" not in weighted
 
 
 def test_roll_trains_agents_without_the_mask_of_samples_and_filters_their_entropy():

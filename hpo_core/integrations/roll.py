@@ -24,6 +24,7 @@ from .. import gates, kl
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
+from ..metrics import FLAGS
 from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_beside, weights_of
 
 __all__ = ["HPOActorWorker"]
@@ -57,15 +58,17 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         of_rlvr = "final_response_mask" in tokens
         counted = "final_response_mask" if of_rlvr else "response_mask"
         mask = (rows["final_response_mask"] != 0 if of_rlvr else responses) & kept
+        of_samples = None
         if getattr(config, "difficulty_loss_weight", False) or getattr(config, "length_loss_weight", False):
             of_samples = self.compute_sample_weights(data, responses & kept)[:, None].expand_as(logp)
             token_weight = of_samples if token_weight is None else token_weight * of_samples
         batch = padded_rows(mask, gate)
         weights = weights_of(config.loss_agg_mode, batch, tokens[counted], samples[counted], mask.shape[-1])
+        penalty = config.use_kl_loss and config.kl_loss_coef != 0
         out = token_loss(
             logp, old, rows["advantages"], batch, gate, weights,
-            kl=kl.k3(config.kl_loss_coef) if config.use_kl_loss else None,
-            ref_logp=rows["ref_log_probs"] if config.use_kl_loss else None, clamp_k3=True,
+            kl=kl.k3(config.kl_loss_coef) if penalty else None, ref_logp=rows["ref_log_probs"] if penalty else None,
+            clamp_k3=True,
             token_weight=None if token_weight is None else token_weight.float(),
         )  # fmt: skip
         total = getattr(config, "rl_loss_coef", 1.0) * out.loss
@@ -76,10 +79,20 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
             shares = weights_of(config.loss_agg_mode, PackedBatch.from_padded(spoken), *counts)
             bonus = (shares[:, None] * torch.where(spoken, entropy, 0.0)).sum()
             total = total - config.entropy_loss_coef * bonus
+        # ROLL averages a name over micro-batches and ranks unless it ends in @sum: parts over the counts of the step
         seen = fractions(out.metrics, gate)
-        names = {"clipped": "actor/ppo_ratio_clipfrac", "kl": "actor/policykl"}
-        told_metrics = {names.get(name, f"actor/hpo_{name}"): value for name, value in seen.items() if name != "tokens"}
-        return total, {"actor/pg_loss": float(out.loss.detach()), **told_metrics, **corrected}
+        share = seen.pop("tokens") / float(tokens[counted])
+        policy = float(out.metrics["loss"] - out.metrics["penalty"])
+        logged = {
+            "weighted_pg_loss" if of_samples is not None else "pg_loss": policy,
+            **({"kl_loss": (float(out.loss.detach()) - policy) / config.kl_loss_coef} if penalty else {}),
+            "total_loss": float(total.detach()),
+            "ppo_ratio_clipfrac": share * seen.pop("clipped"),
+            "policykl": -share * seen.pop("kl"),
+            "hpo_dual_clipped": share * seen.pop("dual_clipped"),
+            **{f"hpo_{name}": seen.get(name, 0.0) for name in FLAGS},
+        }
+        return total, {**{f"actor/{name}@sum": value for name, value in logged.items()}, **corrected}
 
     def _correction(
         self, data: Any, old: torch.Tensor, responses: torch.Tensor

@@ -40,6 +40,14 @@ def loss(
             with which a rank has parts of the responses.
     """
     theirs = importlib.import_module("slime.backends.megatron_utils.loss")
+    return reduced_loss(theirs, "slime", args, batch, logits, sum_of_sample_mean)
+
+
+def reduced_loss(
+    theirs: Any, trainer: str, args: Any, batch: dict[str, Any], logits: torch.Tensor,
+    sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """:func:`loss` with the functions ``theirs`` of slime's module, or of another trainer that came from it."""
     ranks = getattr(args, "context_parallel_size", 1)
     check(ranks == 1, "context_parallel_size: hpo_core's loss takes whole responses, expected 1, got {}", ranks)
     check(not args.use_opsm, "use_opsm: no sequence mask beside hpo_core's loss; leave it out")
@@ -49,10 +57,10 @@ def loss(
         "custom_pg_loss_reducer_function_path: hpo_core weighs whole responses, expected None, got {!r}; leave it out",
         reducer,
     )
-    told = told_beside("slime", {name: getattr(args, name) for name in _UNSET}, _UNSET)
+    told = told_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
     gate = _described(args) if told is None else told
     anchored = "with --use-rollout-logprobs there is one old policy" if args.use_rollout_logprobs else ""
-    check_gate(gate, "slime", one_policy=anchored)
+    check_gate(gate, trainer, one_policy=anchored)
     # slime's loss corrects under either flag
     flag = "use_tis" if args.use_tis else "get_mismatch_metrics"
     corrects = getattr(args, flag, False)

@@ -1,0 +1,119 @@
+"""EasyR1, a fork of verl from before its registries: any gate of tokens, steps or trajectories in its actor.
+
+    HPO_GATE="step_gspo" python -m hpo_core.integrations.easyr1 config=examples/config.yaml ...
+
+takes the arguments of ``verl.trainer.main``. EasyR1 has no registry of losses: the launcher replaces
+``compute_policy_loss`` of ``verl.workers.actor.dp_actor`` in each Ray worker, through Ray's own
+``worker_process_setup_hook``. Without ``HPO_GATE`` the gate is the one that the configuration describes.
+Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+
+import torch
+
+from .. import gates
+from ..arguments import check_choice
+from ..gates import Clip, Drop, Level, RatioGate
+from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_beside, weights_of
+from .named import VARIABLE, told_gate
+from .replaced import after_import
+
+__all__ = ["compute_policy_loss", "install", "launch"]
+
+# EasyR1's own values; a field that holds them counts as not set.
+_UNSET = {
+    "clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_dual": 3.0, "tau_positive": 1.0, "tau_negative": 1.05,
+    "loss_type": "default",
+}  # fmt: skip
+
+_HOOK = "hpo_core.integrations.easyr1.install"
+
+# What EasyR1 gives its workers where nobody has started Ray before.
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "VLLM_LOGGING_LEVEL": "WARN",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}  # fmt: skip
+
+
+def compute_policy_loss(
+    old_log_probs: torch.Tensor,
+    log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_dual: float,
+    tau_positive: float,
+    tau_negative: float,
+    loss_type: str,
+    loss_avg_mode: str,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """What EasyR1's actor calls: all ``[B, L]``. A mean of the micro-batch, which the actor weighs by its tokens.
+
+    Raises:
+        ValueError: a field that the gate of ``HPO_GATE`` would silence; a gate that needs what EasyR1 does not tell.
+    """
+    given = (clip_ratio_low, clip_ratio_high, clip_ratio_dual, tau_positive, tau_negative, loss_type)
+    fields = dict(zip(_UNSET, given, strict=True))
+    gate = told_beside("EasyR1", fields, _UNSET)
+    if gate is None:
+        gate = _described(loss_type, clip_ratio_low, clip_ratio_high, clip_ratio_dual, tau_positive, tau_negative)
+    check_gate(gate, "EasyR1", one_policy="EasyR1 tells its loss no sampler")
+    check_choice("loss_avg_mode", loss_avg_mode, ("token", "seq"))
+    batch = padded_rows(response_mask, gate)
+    mode = "token-mean" if loss_avg_mode == "token" else "seq-mean-token-mean"
+    weights = weights_of(mode, batch, batch.row_counts.sum(), batch.rows, 1)  # rows without tokens count, too
+    out = token_loss(log_probs, old_log_probs, advantages, batch, gate, weights)
+    seen = fractions(out.metrics, gate)
+    names = {"clipped": "pg_clipfrac_higher", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}
+    minus = torch.where(response_mask != 0, -log_probs.detach(), 0.0)
+    entropy = float((weights[:, None] * minus).sum())  # EasyR1's estimate of it
+    logged = {names.get(name, f"hpo_{name}"): value for name, value in seen.items() if name != "tokens"}
+    return out.loss, {**logged, "entropy_loss": entropy}
+
+
+def _described(kind: str, low: float, high: float, dual: float, positive: float, negative: float) -> RatioGate:
+    """The gate of EasyR1's ``loss_type``."""
+    check_choice("loss_type", kind, ("default", "gspo", "cispo", "sapo"))
+    if kind == "cispo":
+        return gates.cispo(ratio_cap=1 + high, ratio_low=1 - low)
+    if kind == "sapo":
+        return gates.sapo(positive, negative)
+    made = gates.ppo_clip(low, high, ratio_dual=dual)
+    if kind == "default":
+        return made
+    assert isinstance(made.token, Clip)
+    return RatioGate("gspo", Drop(), (Level(made.token),), source="EasyR1; arXiv 2507.18071")
+
+
+def install() -> None:
+    """Replaces the name in this process when the actor is imported; Ray calls it in each of its workers."""
+    name = "compute_policy_loss"
+    after_import("verl.workers.actor.dp_actor", lambda module: setattr(module, name, compute_policy_loss))
+
+
+def launch() -> None:
+    """Ray with the hook, then EasyR1's own command line, which starts Ray only where it does not run yet.
+
+    Raises:
+        ValueError: a gate that the workers would refuse.
+    """
+    told = told_gate()
+    if told is not None:
+        check_gate(told, "EasyR1", one_policy="EasyR1 tells its loss no sampler")
+    import ray
+
+    values = dict(_ENVIRONMENT)
+    if told is not None:
+        values[VARIABLE] = os.environ[VARIABLE]
+    ray.init(runtime_env={"env_vars": values, "worker_process_setup_hook": _HOOK})
+    runpy.run_module("verl.trainer.main", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    launch()

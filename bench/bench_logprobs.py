@@ -185,11 +185,7 @@ def _truth(logits: torch.Tensor, targets: torch.Tensor, of_logp: torch.Tensor, o
 
 DIRECTIONS = ("forward", "backward", "both")
 HEADLINE = (torch.float32, 1024, 32_000, DIRECTIONS)
-SIZES = (
-    HEADLINE,
-    (torch.bfloat16, 256, 151_936, DIRECTIONS),
-    (torch.float32, 64, 128_256, DIRECTIONS),
-)
+SIZES = (HEADLINE, (torch.bfloat16, 256, 151_936, DIRECTIONS), (torch.float32, 64, 128_256, DIRECTIONS))
 # Minutes each: a call of a peer takes many seconds.
 LARGE = (
     (torch.bfloat16, 1024, 151_936, ("both",)),

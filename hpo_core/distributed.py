@@ -50,12 +50,7 @@ def world_size(group: ProcessGroup | None) -> int:
 
 
 def check_is_step(
-    name: str,
-    verb: str,
-    batch: PackedBatch,
-    whole: str,
-    ranks: str,
-    group: ProcessGroup | None = None,
+    name: str, verb: str, batch: PackedBatch, whole: str, ranks: str, group: ProcessGroup | None = None
 ) -> None:
     """Check that a default made of this batch's tokens, and those of the ``group``, is not known to miss some of the
     optimiser step. ``whole``, ``ranks``: what to pass instead."""

@@ -97,10 +97,7 @@ def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.
 
 @examines
 def finish(
-    state: LogprobState,
-    targets: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-    ignore_index: int = -100,
+    state: LogprobState, targets: torch.Tensor, temperature: float | torch.Tensor = 1.0, ignore_index: int = -100
 ) -> TokenLogprobs:
     """Log-probabilities and entropies from the state of a whole vocabulary, in float32 and without a gradient.
 

@@ -323,11 +323,7 @@ class Native:
         )  # fmt: skip
 
     def group_statistics(
-        self,
-        values: torch.Tensor,
-        ids: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        mask: torch.Tensor | None,
+        self, values: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor:
         units = values.numel()
         statistics = values.new_empty((6, units), dtype=torch.float64)

@@ -199,12 +199,7 @@ def support_floor(
 
 
 # And what leaves every token.
-_SETTINGS: dict[Setting, float] = {
-    _TEMPERATURE: 1.0,
-    _TOP_K: 0,
-    _TOP_P: 1.0,
-    _MIN_P: 0.0,
-}
+_SETTINGS: dict[Setting, float] = {_TEMPERATURE: 1.0, _TOP_K: 0, _TOP_P: 1.0, _MIN_P: 0.0}
 define(
     "support_floor(Tensor logits, Tensor? temperatures, float temperature, Tensor? top_ks, SymInt top_k, "
     "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p) -> Tensor"

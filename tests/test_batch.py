@@ -420,10 +420,7 @@ def test_errors_name_argument_expectation_value_and_fix(arguments, error, messag
 def test_levels_nest():
     rows = [1, 1, 1]
     for ids, message in (
-        (
-            {"trajectory_ids": longs(4, 9, 4), "group_ids": longs(0, 0, 1)},
-            "group_ids: .* trajectory 4, got 0 and 1; l",
-        ),
+        ({"trajectory_ids": longs(4, 9, 4), "group_ids": longs(0, 0, 1)}, "group_ids: .* trajectory 4, got 0 and 1; l"),
         ({"trajectory_ids": longs(4, 9, 4), "group_ids": longs(0, 0, -1)}, "group_ids: .* trajectory 4, got 0 and -1"),
         ({"trajectory_ids": longs(4, 9, 4), "domain_ids": longs(0, 0, 1)}, "domain_ids: .* trajectory 4, got 0 and 1"),
         ({"group_ids": longs(4, 9, 4), "domain_ids": longs(0, 0, 1)}, "domain_ids: .* group 4, got 0 and 1"),

@@ -10,17 +10,7 @@ from catalogue import Example
 from hierarchies import GATES, exact_off_branches, levels, naive_gate
 
 import hpo_core as hpo
-from hpo_core.gates import (
-    Aggregate,
-    Head,
-    Identity,
-    LogClip,
-    RatioGate,
-    Rollback,
-    Routing,
-    Tanh,
-    Unit,
-)
+from hpo_core.gates import Aggregate, Head, Identity, LogClip, RatioGate, Rollback, Routing, Tanh, Unit
 
 # --------------------------------------------------------------------------------------------------- the closed form
 

@@ -24,10 +24,7 @@ PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
 MANUAL = sorted(ROOT.glob("docs/**/*.md"))
 _NEED_TRAINERS = ("axolotl", "ms_swift", "nemo_rl", "rllm", "roll", "skyrl", "torchrl", "trinity", "trl", "verl")
 # These need a trainer or hypothesis.
-OPTIONAL = (
-    "hpo_core.testing",
-    *(f"hpo_core.integrations.{name}" for name in _NEED_TRAINERS),
-)
+OPTIONAL = ("hpo_core.testing", *(f"hpo_core.integrations.{name}" for name in _NEED_TRAINERS))
 
 
 def _modules() -> list[str]:

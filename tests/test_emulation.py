@@ -180,14 +180,7 @@ def run_bug(name):
     return out
 
 
-RACES = [
-    "missing_barrier",
-    "write_after_read",
-    "missing_syncwarp",
-    "same_address",
-    "racing_blocks",
-    "order_of_arrival",
-]
+RACES = ["missing_barrier", "write_after_read", "missing_syncwarp", "same_address", "racing_blocks", "order_of_arrival"]
 
 
 @pytest.mark.parametrize("bug", RACES)

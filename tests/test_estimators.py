@@ -156,10 +156,7 @@ def test_w2_gigpo(backend):
         ({}, [1.109762, -0.129738, 0.577349, -2.308260, -1.154699, 1.198498, 1.284436]),
         ({"compat": "code"}, [1.117952, -0.121548, 0.585539, -2.617408, -1.463847, 1.206687, 1.292626]),
         ({"scaled": False}, [0.618333, 0.308333, 0.333333, -1.284167, -0.666667, 0.665833, 0.358333]),
-        (
-            {"scaled": False, "compat": "code"},
-            [0.570714, 0.260714, 0.285714, -1.331786, -0.714286, 0.618214, 0.310714],
-        ),
+        ({"scaled": False, "compat": "code"}, [0.570714, 0.260714, 0.285714, -1.331786, -0.714286, 0.618214, 0.310714]),
     ):
         close(A.gigpo(*given, **options, **b), expected, 4e-6)
 
@@ -603,10 +600,7 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: A.unidoc_rl(*[rewards] * 5, None, answer_weight=math.nan), r"^answer_weight: .* got nan"),
         (lambda: A.mars2(rewards, ids[0] - 1, ids[0], shaping=math.nan), r"^shaping: .* got nan"),
         (lambda: A.adora(rewards, None, rewards, rewards > 0, damping=math.nan), r"^damping: .* got nan"),
-        (
-            lambda: A.real(rewards > 0, None, rewards, temperature=0),
-            r"^temperature: .* > 0, got 0",
-        ),
+        (lambda: A.real(rewards > 0, None, rewards, temperature=0), r"^temperature: .* > 0, got 0"),
         (lambda: R.hi_agent(*[rewards] * 3, None, weights=(1.0, math.nan, 1.0)), r"^weights\[1\]: .* got nan"),
         (lambda: R.hi_grpo(torch.stack([rewards] * 2), None, carry=math.nan), r"^carry: .* got nan"),
     ):

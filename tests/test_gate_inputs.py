@@ -93,15 +93,9 @@ def test_every_constructor_is_tested_and_needs_no_argument():
         (lambda: RatioGate("x", gates.Identity(), channel=Channel.DISCREPANCY), "no gradient"),
         (lambda: RatioGate("x", gates.Identity(), corrections=gates.icepop().corrections[0]), "tuple of Correction"),
         (lambda: gates.Level(gates.ce_gppo().token), "clip of tokens"),
-        (
-            lambda: RatioGate("x", gates.ce_gppo().token, (gates.Level(gates.Identity()),)),
-            "weights beyond its bounds",
-        ),
+        (lambda: RatioGate("x", gates.ce_gppo().token, (gates.Level(gates.Identity()),)), "weights beyond its bounds"),
         (lambda: gates.Rollback((0.1, 0.1), 2.0, most=3.0), "drop slope= or most="),
-        (
-            lambda: gates.Correction(gates.Action.BAND, statistic=gates.Statistic.K3),
-            "only a log-ratio has a weight",
-        ),
+        (lambda: gates.Correction(gates.Action.BAND, statistic=gates.Statistic.K3), "only a log-ratio has a weight"),
         (lambda: gates.hispo(eps_sequence=0.0), "eps_sequence: expected a deviation from 1 above 0"),
         (lambda: gates.hapo_clip(eps_high=math.inf), "eps_high: expected a finite epsilon"),
         (lambda: gates.fiberpo(math.inf), "log_clip: expected a finite log-ratio"),

@@ -20,11 +20,7 @@ RULES = [
     *(
         GroupTerm(center, scale, ddof, eps, mode, keep)
         for center, scale, ddof, (eps, mode), keep in itertools.product(
-            Center,
-            Scale,
-            (0, 1),
-            [(0.0, EpsMode.ADD), *((0.3, mode) for mode in EpsMode)],
-            (False, True),
+            Center, Scale, (0, 1), [(0.0, EpsMode.ADD), *((0.3, mode) for mode in EpsMode)], (False, True)
         )
     ),
     GroupTerm(part=Part.MEAN, coefficient=-0.5),

@@ -29,19 +29,7 @@ from hierarchies import (
 
 import hpo_core as hpo
 from hpo_core import gates, testing
-from hpo_core.gates import (
-    Action,
-    Channel,
-    Correction,
-    Drop,
-    Head,
-    Identity,
-    Level,
-    RatioGate,
-    Rollback,
-    Routing,
-    Tanh,
-)
+from hpo_core.gates import Action, Channel, Correction, Drop, Head, Identity, Level, RatioGate, Rollback, Routing, Tanh
 
 every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 several_gates = pytest.mark.parametrize("gate", SEVERAL.values(), ids=SEVERAL)

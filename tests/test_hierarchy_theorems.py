@@ -14,19 +14,7 @@ from hierarchies import DOMAIN, FOUR, GATES, GROUP, SEVEN, SEVERAL, SMALL, STEP,
 
 import hpo_core as hpo
 from hpo_core import gates
-from hpo_core.gates import (
-    Aggregate,
-    Clip,
-    Drop,
-    Identity,
-    Level,
-    LogClip,
-    RatioGate,
-    Rollback,
-    Routing,
-    Tanh,
-    Unit,
-)
+from hpo_core.gates import Aggregate, Clip, Drop, Identity, Level, LogClip, RatioGate, Rollback, Routing, Tanh, Unit
 
 MEAN_EXP = Aggregate.LOG_MEAN_EXP
 IDENTITIES = [(Identity(), unit) for _, unit in FOUR]

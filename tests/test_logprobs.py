@@ -365,10 +365,7 @@ LAYOUTS = {
     "contiguous": (lambda x: x.clone(), lambda x: x),
     "slice of positions": (lambda x: torch.cat((x, x[:, :1] * math.nan), 1), lambda x: x[:, :-1]),
     "transposed": (lambda x: x.transpose(0, 1).contiguous(), lambda x: x.transpose(0, 1)),
-    "slice of the vocabulary": (
-        lambda x: torch.nn.functional.pad(x, (3, 5), value=math.nan),
-        lambda x: x[..., 3:-5],
-    ),
+    "slice of the vocabulary": (lambda x: torch.nn.functional.pad(x, (3, 5), value=math.nan), lambda x: x[..., 3:-5]),
     "every second row": (lambda x: x.repeat_interleave(2, 1), lambda x: x[:, ::2]),
     "flat": (lambda x: x.flatten(), lambda x: x.view(2, 4, 203)),
 }

@@ -463,11 +463,7 @@ def error_cases():
             "or say advantage_level='token' ([12]), 'trajectory', 'group' or 'domain'",
         ),
         ({"advantages": torch.ones(4, 1)}, ValueError, "expected shape [S] (one per row) = [4], got [4, 1]"),
-        (
-            {"advantages": mask, "advantage_level": "token"},
-            TypeError,
-            "advantages: expected dtype float32, got bool",
-        ),
+        ({"advantages": mask, "advantage_level": "token"}, TypeError, "advantages: expected dtype float32, got bool"),
         ({"advantages": torch.ones(4, requires_grad=True)}, ValueError, "advantages: it is a constant of the loss"),
         ({"advantages": torch.ones(4, device="meta")}, ValueError, "advantages: expected device cpu"),
         ({"advantage_level": "tokens"}, ValueError, "advantage_level: expected one of token, step, row"),

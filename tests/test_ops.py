@@ -170,12 +170,7 @@ def test_backward_twice():
 
 
 @pytest.mark.parametrize(
-    ("context", "wants"),
-    [
-        (torch.no_grad, True),
-        (torch.inference_mode, True),
-        (torch.enable_grad, False),
-    ],
+    ("context", "wants"), [(torch.no_grad, True), (torch.inference_mode, True), (torch.enable_grad, False)]
 )
 def test_no_gradient_is_computed_where_none_is_wanted(context, wants, monkeypatch):
     given, seen, run = inputs(), [], Native.policy_loss

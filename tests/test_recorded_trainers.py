@@ -6,18 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from trainer_batches import (
-    LENGTH,
-    ROWS,
-    Batch,
-    clipped,
-    equal,
-    gradient,
-    integration,
-    masked,
-    modules,
-    parts,
-)
+from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integration, masked, modules, parts
 
 import hpo_core as hpo
 from hpo_core import gates

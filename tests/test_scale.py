@@ -182,8 +182,7 @@ def from_logits(backend, dtype):
 
 MADE = {"logp": from_logp, "levels": from_levels, "logits": from_logits}
 LOSSES = pytest.mark.parametrize(
-    ("made", "dtype"),
-    [("logp", torch.float32), ("levels", torch.float32), *(("logits", dtype) for dtype in INTEGERS)],
+    ("made", "dtype"), [("logp", torch.float32), ("levels", torch.float32), *(("logits", dtype) for dtype in INTEGERS)]
 )
 
 

@@ -52,10 +52,7 @@ SLOTS = {
     "bounds": lambda e: ({"bounds": e.bounds}, {"gate_inputs": gates.GateInputs(bounds=e.bounds)}),
     "factor": lambda e: ({"advantage_factor": e.factor}, _shaped(e.of_tokens() * e.factor)),
     "addend": lambda e: ({"advantage_addend": e.addend}, _shaped(e.of_tokens() + e.addend)),
-    "score": lambda e: (
-        {"score": e.weight, "threshold": e.weight[2:3]},
-        {"token_mask": e.weight >= e.weight[2]},
-    ),
+    "score": lambda e: ({"score": e.weight, "threshold": e.weight[2:3]}, {"token_mask": e.weight >= e.weight[2]}),
     "strict": lambda e: (
         {"score": e.weight, "threshold": e.weight[2:3], "strict": True},
         {"token_mask": e.weight > e.weight[2]},
@@ -300,14 +297,8 @@ def test_the_padded_shape_and_the_other_calls():
             {"selection": Selection(threshold=torch.ones(1))},
             "selection: its score and its threshold go together, got only threshold",
         ),
-        (
-            {"selection": Selection(score=torch.ones(4), threshold=torch.ones(1))},
-            "score: expected shape",
-        ),
-        (
-            {"selection": Selection(score=torch.ones(5), threshold=torch.ones(5))},
-            "threshold: expected shape",
-        ),
+        ({"selection": Selection(score=torch.ones(4), threshold=torch.ones(1))}, "score: expected shape"),
+        ({"selection": Selection(score=torch.ones(5), threshold=torch.ones(5))}, "threshold: expected shape"),
         (
             {"selection": Selection(bounds=(torch.ones(5), torch.ones(5))), "gate": gates.gspo()},
             "bounds: the gate 'gspo' has no token clip",

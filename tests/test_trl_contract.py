@@ -177,9 +177,7 @@ def test_the_table_of_refused_fields_is_what_is_refused(tmp_path):
             with pytest.raises(ValueError, match=rf"^({'|'.join(named)}): "):
                 trl_refuses(extra, config, tmp_path)
     said = {match for names in rows.values() for name in names for match in re.findall(r"^\w+", name)}
-    assert said >= {
-        *(field for fields in trl_config.module().REPLACED.values() for field in fields),
-    }
+    assert said >= {*(field for fields in trl_config.module().REPLACED.values() for field in fields)}
 
 
 def trl_refuses(extra, config, tmp_path):

@@ -321,11 +321,7 @@ def test_an_epsilon_above_one_is_no_lower_bound():
         ({"loss_agg_mode": "mean"}, ValueError, "loss_agg_mode: expected one of verl's"),
         ({"log_prob": torch.zeros(2, 3).bfloat16()}, TypeError, "logp: expected float32, got bfloat16"),
         ({"advantages": torch.zeros(2, 4)}, ValueError, "advantages"),
-        (
-            {"info": {"dp_size": 2}},
-            ValueError,
-            "batch_num_tokens: 'token-mean' needs it",
-        ),
+        ({"info": {"dp_size": 2}}, ValueError, "batch_num_tokens: 'token-mean' needs it"),
         (
             {"info": {"dp_size": 2}, "loss_agg_mode": "seq-mean-token-mean"},
             ValueError,

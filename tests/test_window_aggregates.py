@@ -301,10 +301,7 @@ def test_windows_are_values():
         (lambda: Window(aggregate="median"), "aggregate: expected one of mean, sum, max, min, got 'median'"),
         (lambda: Window(boundary="wrap"), "boundary: expected one of full, shrink, zero, carry, got 'wrap'"),
         (lambda: Window(invalid="drop"), "invalid: expected one of skip, break, got 'drop'"),
-        (
-            lambda: Window(aggregate="max", boundary="zero"),
-            "boundary: .* is for means and sums",
-        ),
+        (lambda: Window(aggregate="max", boundary="zero"), "boundary: .* is for means and sums"),
         (lambda: Window.causal(0), "width: expected a width >= 1, got 0"),
         (lambda: Window.forward(2.5), "width: expected an integer, got 2.5"),
         (lambda: Window(last="3"), "last: expected an integer, got '3'"),

@@ -172,10 +172,7 @@ ERRORS = [
     (lambda: _loss(weights="mean"), r"weights: expected a tensor \[S\] \(one per row\), got <class 'str'>$"),
     (lambda: _loss(weights=types.SimpleNamespace(logits=ROWS)), r"weights: expected a tensor .*; pass its \.logits"),
     (lambda: _loss(weights=torch.nn.Linear(1, 1)), r"weights: expected a tensor .*Linear'>; pass its \.weight"),
-    (
-        lambda: BATCH.replace(group_ids=["a", "b"]),
-        r"group_ids: .*'list'>; convert it with hpo_core\.segments\.ids_of",
-    ),
+    (lambda: BATCH.replace(group_ids=["a", "b"]), r"group_ids: .*'list'>; convert it with hpo_core\.segments\.ids_of"),
     (
         lambda: hpo.policy_loss(TOKENS, None, ROWS, next(BATCH.micro_batches(9))),
         r"batch: expected a PackedBatch or a mask .*MicroBatch'>; pass its \.batch",

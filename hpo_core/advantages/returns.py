@@ -66,13 +66,7 @@ def episode_returns(rewards: torch.Tensor, steps: Chains, *, backend: str | None
 
 
 def generalised_advantages(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    steps: Chains,
-    gamma: float,
-    lam: float,
-    *,
-    backend: str | None = None,
+    rewards: torch.Tensor, values: torch.Tensor, steps: Chains, gamma: float, lam: float, *, backend: str | None = None
 ) -> torch.Tensor:
     """GAE: ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lambda A_{t+1}``; V is 0 behind a trajectory.
     Returns ``[N]`` float64."""

@@ -29,11 +29,7 @@ def ordered(
 
 @estimator(Provenance.PAPER, level="selection")
 def d3s_samples(
-    advantages: torch.Tensor,
-    group_ids: torch.Tensor | None,
-    k: int,
-    *,
-    mask: torch.Tensor | None = None,
+    advantages: torch.Tensor, group_ids: torch.Tensor | None, k: int, *, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """D3S: the k units of each group whose advantages vary most (arXiv 2509.22115). Returns ``[S]`` bool.
 

@@ -150,13 +150,7 @@ def epo_phase(step: float, steps: float, gamma: float = 1.0, compat: str = "pape
 
 @preset(Provenance.PAPER)
 def ares_kappa(
-    kappa: torch.Tensor,
-    divergence: torch.Tensor,
-    *,
-    budget: float,
-    rate: float,
-    least: float,
-    most: float,
+    kappa: torch.Tensor, divergence: torch.Tensor, *, budget: float, rate: float, least: float, most: float
 ) -> torch.Tensor:
     """ARES' coefficient of the penalty, ``clip(kappa (1 + rate (KL / budget - 1)), least, most)``, by difficulty (arXiv
     2510.08457, algorithm 1, which gives no numbers). Returns ``[D]``.

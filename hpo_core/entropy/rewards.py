@@ -166,11 +166,7 @@ def ares_scales(
 
 @preset(Provenance.PAPER)
 def ares_rewards(
-    is_correct: torch.Tensor,
-    counts: torch.Tensor,
-    difficulty: torch.Tensor,
-    target: torch.Tensor,
-    scale: torch.Tensor,
+    is_correct: torch.Tensor, counts: torch.Tensor, difficulty: torch.Tensor, target: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
     """The paper's reward ``1[right] - 1[wrong] lambda_d g_d(N - target)``, ``[S]``: too many windows cost on easy
     problems, too few on hard ones, both on medium ones (arXiv 2510.08457).
@@ -194,10 +190,7 @@ def ares_rewards(
 
 @preset(Provenance.VERIFIED)
 def ares_entropy_reward(
-    is_correct: torch.Tensor,
-    counts: torch.Tensor,
-    difficulty: torch.Tensor,
-    state: AresTargets,
+    is_correct: torch.Tensor, counts: torch.Tensor, difficulty: torch.Tensor, state: AresTargets
 ) -> torch.Tensor:
     """The reward of ARES' code, ``1[right] + s``, ``[S]``: right answers lose by too many windows (by any distance on
     medium problems), gain by many on hard ones, and wrong answers gain by exploration (repository shawn0728/ARES).

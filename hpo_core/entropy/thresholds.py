@@ -62,11 +62,7 @@ def archer(
 
 @preset(Provenance.VERIFIED)
 def siren_tokens(
-    entropy: torch.Tensor,
-    batch: PackedBatch,
-    *,
-    quantile: str | Fraction | float = "0.8",
-    backend: str | None = None,
+    entropy: torch.Tensor, batch: PackedBatch, *, quantile: str | Fraction | float = "0.8", backend: str | None = None
 ) -> torch.Tensor:
     """SIREN's peak tokens: entropies above the ``quantile`` of their response, ``[T]`` bool (arXiv 2509.25133), for
     :func:`siren`.

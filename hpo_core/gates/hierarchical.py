@@ -32,9 +32,7 @@ def step_gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
 
 @examines
 def fiberpo(
-    log_clip: float = 0.2,
-    log_budgets: tuple[float, float] = (0.2, 0.2),
-    slope: float | None = None,
+    log_clip: float = 0.2, log_budgets: tuple[float, float] = (0.2, 0.2), slope: float | None = None
 ) -> RatioGate:
     """FiberPO: a budget for the trajectory's drift, and a clip on each token's deviation from it (arXiv 2604.03044).
 

@@ -16,12 +16,7 @@ from typing import Any
 import torch
 
 try:
-    from nemo_rl.algorithms.loss.interfaces import (  # type: ignore[import-not-found,unused-ignore]
-        LossFunction,
-        LossInputType,
-        LossType,
-        MetricNormalizer,
-    )
+    from nemo_rl.algorithms.loss.interfaces import LossFunction, LossInputType, LossType, MetricNormalizer  # type: ignore[import-not-found,unused-ignore]
 except ImportError as error:
     raise ImportError("hpo_core.integrations.nemo_rl needs NeMo-RL 0.6 from github.com/NVIDIA-NeMo/RL") from error
 

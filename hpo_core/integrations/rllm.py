@@ -18,9 +18,7 @@ import numpy as np
 import torch
 
 try:
-    from rllm.trainer.algorithms.advantage import (  # type: ignore[import-not-found,unused-ignore]
-        register_rllm_adv_estimator,
-    )
+    from rllm.trainer.algorithms.advantage import register_rllm_adv_estimator  # type: ignore[import-not-found,unused-ignore]
 except ImportError as error:
     raise ImportError("hpo_core.integrations.rllm needs rLLM from github.com/rllm-org/rllm") from error
 

@@ -14,9 +14,7 @@ import torch
 
 try:
     from roll.pipeline.rlvr.actor_worker import ActorWorker  # type: ignore[import-not-found,unused-ignore]
-    from roll.utils.train_infer_corrections import (  # type: ignore[import-not-found,unused-ignore]
-        compute_train_infer_correction,
-    )
+    from roll.utils.train_infer_corrections import compute_train_infer_correction  # type: ignore[import-not-found,unused-ignore]
 except ImportError as error:
     raise ImportError("hpo_core.integrations.roll needs ROLL 0.3 from github.com/alibaba/ROLL") from error
 
@@ -131,10 +129,7 @@ def _described(config: Any) -> RatioGate:
     """The gate of the yaml: PPO's clip of tokens, of RLVR's sequences or of agents' segments. ROLL's dual clip is at
     ``1 + 2 pg_clip``."""
     bounds = (config.pg_clip_low, config.pg_clip_high) if config.use_pg_clip_range else (config.pg_clip,) * 2
-    for name, unit, make in (
-        ("importance_sampling", "seq", gates.gspo),
-        ("ratio_type", "segment", gates.step_gspo),
-    ):
+    for name, unit, make in (("importance_sampling", "seq", gates.gspo), ("ratio_type", "segment", gates.step_gspo)):
         if getattr(config, name, "token") == unit:
             check(not config.dual_clip_loss, "dual_clip_loss: hpo_core's gate of {}: {} has no dual clip; set it to "
                   "false", name, unit)  # fmt: skip

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 try:
-    from trinity.algorithm.policy_loss_fn.policy_loss_fn import (  # type: ignore[import-not-found,unused-ignore]
-        PolicyLossFn,
-    )
+    from trinity.algorithm.policy_loss_fn.policy_loss_fn import PolicyLossFn  # type: ignore[import-not-found,unused-ignore]
 except ImportError as error:
     raise ImportError("hpo_core.integrations.trinity needs Trinity-RFT 0.6: pip install trinity-rft") from error
 

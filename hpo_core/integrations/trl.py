@@ -323,11 +323,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         return {name: value for name, value in inputs.items() if name in taken or (gathers and name not in OF_THE_LOSS)}
 
     def _policy_loss(
-        self,
-        logps: torch.Tensor,
-        entropies: torch.Tensor,
-        inputs: dict[str, Any],
-        aux_loss: torch.Tensor | None = None,
+        self, logps: torch.Tensor, entropies: torch.Tensor, inputs: dict[str, Any], aux_loss: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The loss of a scored micro-batch, scaled for accumulation; its metrics are logged.
 

@@ -19,10 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 try:
-    from verl.trainer.ppo.core_algos import (  # type: ignore[import-not-found,unused-ignore]
-        register_adv_est,
-        register_policy_loss,
-    )
+    from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss  # type: ignore[import-not-found,unused-ignore]
 except ImportError as error:
     raise ImportError(
         "hpo_core.integrations.verl needs verl 0.9.1: pip install 'verl[verl-core]>=0.9.1,<0.10'"

@@ -120,9 +120,7 @@ def _logit_scale(config: Any) -> float:
 
 def _from_logits(model: Any, _: Callable[..., None]) -> Callable[..., Any]:
     """The model's own forward pass, whose logits make room for their gradient."""
-    from verl.models.transformers.dense_common import (  # type: ignore[import-not-found,unused-ignore]
-        CausalLMOutputForPPO,
-    )
+    from verl.models.transformers.dense_common import CausalLMOutputForPPO  # type: ignore[import-not-found,unused-ignore]
 
     own = type(model).forward
 

@@ -55,11 +55,7 @@ def ancestors_of(inputs: PolicyLossInputs, levels: int) -> torch.Tensor:
 
 
 def gated_log_ratio(
-    x: torch.Tensor,
-    negative: torch.Tensor,
-    given: torch.Tensor,
-    inputs: PolicyLossInputs,
-    spec: PolicyLossSpec,
+    x: torch.Tensor, negative: torch.Tensor, given: torch.Tensor, inputs: PolicyLossInputs, spec: PolicyLossSpec
 ) -> tuple[Channel, ...]:
     """The gates of tokens that no level is above."""
     return (Channel(1, (Gated(x, x, *_gate_token(x, negative, given, inputs, spec)),)),)

@@ -37,10 +37,7 @@ def part(rows: LogitRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
 
 
 def part_gradient(
-    rows: LogitRows,
-    statistics: torch.Tensor,
-    logp_gradient: torch.Tensor | None,
-    entropy_gradient: torch.Tensor | None,
+    rows: LogitRows, statistics: torch.Tensor, logp_gradient: torch.Tensor | None, entropy_gradient: torch.Tensor | None
 ) -> torch.Tensor:
     """``(a 1[j = y] - p_j (a + b (log p_j + H))) / temperature`` for the gradients a of logp and b of the entropy:
     ``log p + H = d + w / (1 + s)``; ``statistics``: m, s and ``w / (1 + s)`` of the whole rows. In float64."""

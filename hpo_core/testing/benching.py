@@ -116,11 +116,7 @@ def bench(
     example = _example(gate, tokens, rows, device)
 
     def ours(
-        logp: torch.Tensor,
-        old_logp: torch.Tensor | None,
-        advantages: torch.Tensor,
-        batch: PackedBatch,
-        **given: Any,
+        logp: torch.Tensor, old_logp: torch.Tensor | None, advantages: torch.Tensor, batch: PackedBatch, **given: Any
     ) -> torch.Tensor:
         return policy_loss(logp, old_logp, advantages, batch, **given, backend=backend).loss
 

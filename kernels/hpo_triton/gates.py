@@ -197,11 +197,7 @@ def _sweep(
 
 
 def policy_loss(
-    inputs: PolicyLossInputs,
-    spec: PolicyLossSpec,
-    want_grad: bool,
-    want_tokens: bool,
-    exchange: Exchange | None = None,
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, want_grad: bool, want_tokens: bool, exchange: Exchange | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Loss (0-dim float32), metrics (float64), dL/dlogp ``[T]`` and loss_t ``[T]`` where wanted; ``exchange``: for
     ``spec.levels``."""

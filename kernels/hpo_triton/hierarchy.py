@@ -21,16 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..specs import (
-    Aggregate,
-    Exchange,
-    Head,
-    LevelSpec,
-    PolicyLossInputs,
-    PolicyLossSpec,
-    Routing,
-    TokenGate,
-)
+from ..specs import Aggregate, Exchange, Head, LevelSpec, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
 from .correction_rules import rule_bounds_of, with_correction
 from .fixed_point import exponent_of
 from .flows import THROUGH, deliver_gradient
@@ -41,17 +32,7 @@ from .leaves import BROKEN, EXPONENT, Leaves, raise_segments, segment_of, slots_
 from .math import clamp
 from .prepare_leaves import Prepared, prepare_leaves
 from .rows import SLOT_TOKENS, SLOTS, load
-from .sums import (
-    COLUMNS,
-    LANES,
-    LARGEST,
-    add_tokens,
-    bad_rows,
-    count_tokens,
-    finalise,
-    no_sums,
-    store_sums,
-)
+from .sums import COLUMNS, LANES, LARGEST, add_tokens, bad_rows, count_tokens, finalise, no_sums, store_sums
 from .terms import Pre, numbers_of, pre_of, term_of
 from .tokens import Reading, bits, load_tokens, read_tokens, reading_of, up_to
 

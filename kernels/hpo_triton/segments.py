@@ -186,16 +186,7 @@ def _statistics_of_few(
 
 @kernel
 def _statistics_of_runs(
-    statistics,
-    values,
-    ids,
-    weights,
-    mask,
-    sorted_ids,
-    order,
-    units: tl.int64,
-    RUNS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    statistics, values, ids, weights, mask, sorted_ids, order, units: tl.int64, RUNS: tl.constexpr, WIDTH: tl.constexpr
 ):
     begin, length = run_of(sorted_ids, units, RUNS, WIDTH)
     group = sum_group(Given(values, ids, weights, mask), order, begin, length, None, WIDTH, True)
@@ -206,12 +197,7 @@ def _statistics_of_runs(
 
 
 @kernel
-def _statistics_of_all_members(
-    statistics,
-    totals,
-    units: tl.int64,
-    TILE: tl.constexpr,
-):
+def _statistics_of_all_members(statistics, totals, units: tl.int64, TILE: tl.constexpr):
     unit = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     _put_statistics(statistics, load_all_members(totals), unit, units, unit < units)
 
@@ -252,14 +238,7 @@ def _compose(gain, value, next_gain, next_value):
 
 @kernel
 def _scan_rows(
-    values,
-    gains,
-    cu_seqlens,
-    scanned,
-    units: tl.int64,
-    rows: tl.int64,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    values, gains, cu_seqlens, scanned, units: tl.int64, rows: tl.int64, ROWS: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Chunks start at the end of a row, so that results depend on the row alone."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

@@ -205,15 +205,7 @@ def _finish_wide_windows(
 
 
 @kernel
-def _carry_rows(
-    values,
-    mask,
-    cu_seqlens,
-    score,
-    tokens: tl.int64,
-    rows: tl.int64,
-    TILE: tl.constexpr,
-):
+def _carry_rows(values, mask, cu_seqlens, score, tokens: tl.int64, rows: tl.int64, TILE: tl.constexpr):
     """Undefined scores of valid tokens become the mean of the row's defined ones, or the row's first value without any.
 
     A program takes a row, in tiles from its begin: the order of the sum does not depend on the packing.

@@ -459,4 +459,4 @@ def test_launches_of_the_single_call(of_steps):
         ).loss.backward()  # fmt: skip
 
     launched = launches_on_cuda(call)
-    assert sum(launched.values()) == (7 if of_steps else 5)
+    assert sum(launched.values()) == (9 if of_steps else 5)

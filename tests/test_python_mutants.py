@@ -157,7 +157,7 @@ MUTANTS = {
     "corrections read between steps": mutant(
         "corrections.py",
         "if gate.of_steps:", "if False:",
-        "test_corrections.test_what_lies_between_steps_is_masked_for_every_correction", backend="cpu",
+        "test_corrections.test_what_lies_between_steps_is_masked_for_every_correction", backend="cpu", end=3, mask=None,
     ),
     "corrections of two channels join the loss": mutant(
         "corrections.py",

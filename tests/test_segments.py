@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import hpo_core as hpo
 from hpo_core import ops, testing
 from hpo_core.reference import segments as reference
+from hpo_core.segments import recurrence
 from hpo_core.testing import Layout
-from hpo_core.testing.budget import UNIT
 
 anything = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 12)
 
@@ -167,31 +167,36 @@ def test_recurrence(backend, layout, seed):
     values = torch.randn(batch.total_tokens, generator=draw)
     gains = torch.rand(batch.total_tokens, generator=draw) * 1.1
     gains[gains < 0.2] = 0.0
-    arguments = (values, gains, batch.cu_seqlens)
-    expected = ops.recurrence(values.double(), gains.double(), batch.cu_seqlens, "reference")
-    size = ops.recurrence(values.double().abs(), gains.double(), batch.cu_seqlens, "reference")
+    arguments = (values.double(), gains.double(), batch.cu_seqlens)
+    expected = ops.recurrence(*arguments, "reference")
+    size = ops.recurrence(arguments[0].abs(), *arguments[1:], "reference")
     got = ops.recurrence(*(each.to(testing.device_of(backend)) for each in arguments), backend).cpu()
-    assert got.dtype == torch.float32
-    assert bool(((got.double() - expected).abs() <= 8 * UNIT * size).all())
+    assert bool(((got - expected).abs() <= 1e-14 * size).all())
+    rounded = recurrence(
+        *(each.to(testing.device_of(backend)) for each in (values, gains, batch.cu_seqlens)), backend=backend
+    )
+    assert rounded.dtype == torch.float32 and torch.equal(rounded.cpu(), got.float())
 
 
 def test_a_long_recurrence(backend):
     units = 5000
-    ones, cu_seqlens = torch.ones(units), torch.tensor([0, 3, units])
+    ones, cu_seqlens = torch.ones(units, dtype=torch.float64), torch.tensor([0, 3, units])
     given = (each.to(testing.device_of(backend)) for each in (ones, ones, cu_seqlens))
     got = ops.recurrence(*given, backend).cpu()
-    assert torch.equal(got, torch.cat([torch.arange(3, 0, -1.0), torch.arange(units - 3, 0, -1.0)]))
+    assert torch.equal(got, torch.cat([torch.arange(3, 0, -1.0), torch.arange(units - 3, 0, -1.0)]).double())
 
 
 def test_a_recurrence_is_never_minus_0(backend):
-    given = torch.tensor([0.0, -1e-30]), torch.full((2,), 1e-30), torch.tensor([0, 2])  # no float holds their product
-    got = ops.recurrence(*(each.to(testing.device_of(backend)) for each in given), backend)
-    assert got[0] == 0 and not torch.signbit(got[0])
+    for scan, dtype, size in ((ops.recurrence, torch.float64, 1e-300), (recurrence, torch.float32, 1e-30)):
+        values, gains = torch.tensor([0.0, -size], dtype=dtype), torch.full((2,), size, dtype=dtype)
+        given = (each.to(testing.device_of(backend)) for each in (values, gains, torch.tensor([0, 2])))
+        got = scan(*given, backend=backend)  # no number of this size holds their product
+        assert got[0] == 0 and not torch.signbit(got[0])
 
 
 def test_nothing_times_huge_gains_is_nothing(backend):
     """Their product overflows where a scan composes maps as a tree."""
-    given = torch.zeros(64), torch.full((64,), 1e10), torch.tensor([0, 64])
+    given = torch.zeros(64).double(), torch.full((64,), 1e10).double(), torch.tensor([0, 64])
     got = ops.recurrence(*(each.to(testing.device_of(backend)) for each in given), backend)
     assert not got.any()
 
@@ -219,7 +224,7 @@ def test_composed_gains_stay_finite():
 @pytest.mark.parametrize("cu_seqlens", [[0, 9], [-3, 2], [3, 1], [0, 2, 5, 4], [5, 5]])
 def test_broken_offsets_are_no_rows(backend, cu_seqlens):
     """With any offsets nothing outside is read or written, and valid rows keep their results."""
-    given = (torch.arange(4.0), torch.ones(4), torch.tensor(cu_seqlens))
+    given = (torch.arange(4.0).double(), torch.ones(4).double(), torch.tensor(cu_seqlens))
     expected = ops.recurrence(*given, "reference")
     got = ops.recurrence(*(each.to(testing.device_of(backend)) for each in given), backend)
     assert torch.equal(got.cpu(), expected)
@@ -228,7 +233,7 @@ def test_broken_offsets_are_no_rows(backend, cu_seqlens):
 def test_the_scan_of_a_row_does_not_depend_on_its_position(backend):
     """The bits of a row are the same at any position in the pack."""
     draw = torch.Generator().manual_seed(0)
-    values, gains = torch.randn(100, generator=draw), torch.rand(100, generator=draw)
+    values, gains = (torch.rand(100, generator=draw).double() for _ in range(2))
     device = testing.device_of(backend)
     alone = ops.recurrence(values[30:].to(device), gains[30:].to(device), torch.tensor([0, 70]).to(device), backend)
     cu_seqlens = torch.tensor([0, 30, 100]).to(device)

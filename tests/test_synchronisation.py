@@ -230,7 +230,7 @@ def test_estimators_inside_groups_are_one_kernel(name):
     assert sum(kernel.startswith("hpo_core::") for kernel in device.kernels) == 1
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("gigpo", 7), ("hgpo", 4), ("gdpo", 2), ("reinforce_pp_baseline", 2)])
+@pytest.mark.parametrize(("name", "kernels"), [("gigpo", 5), ("hgpo", 3), ("gdpo", 2), ("reinforce_pp_baseline", 2)])
 def test_kernels_of_estimators_with_returns_or_a_second_stage(name, kernels):
     units = Dataless(draw(1))
     with OnDevice(ordered=True) as device, NoHostData():

@@ -466,7 +466,7 @@ def sweep():
             groups = GroupInputs((batch.weights,) * 2, (ids, None), (None, batch.weights))
             advantages.group_normalise(groups, GroupNormalisation((rule, rule), share_eps=eps, share_least=eps))
         segments.group_statistics(batch.weights, ids, None, None)
-        segments.recurrence(batch.logp, batch.logp, offsets)
+        segments.recurrence(batch.logp.double(), batch.logp.double(), offsets)
         for vocabulary, temperature, ignored in ((1, 1.0, -100), (1024, 16.0, 1), (50257, 0.7, 0), (151936, 0.5, 16)):
             logits = torch.empty((rows, vocabulary), dtype=torch.bfloat16, device="meta")
             targets = row_values(rows, torch.int64)

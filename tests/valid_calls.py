@@ -603,7 +603,12 @@ def _operators() -> Iterator[Call]:
         ),
         (
             "recurrence",
-            {"values": rewards, "gains": _UNITS["values"], "cu_seqlens": integers(0, 3, 8), "backend": ""},
+            {
+                "values": rewards.double(),
+                "gains": _UNITS["values"].double(),
+                "cu_seqlens": integers(0, 3, 8),
+                "backend": "",
+            },
             "cu_seqlens",
         ),
         (

@@ -35,13 +35,13 @@ inline void bind_segments(py::module_& m) {
     run([&] { return hpo_group_statistics(&args, context); });
   });
 
-  m.def("recurrence",
-        [](int64_t units, int64_t rows, Address values, Address gains, Address cu_seqlens, Address scanned, int64_t context) {
-          const Offsets offsets(cu_seqlens, rows);
-          const RecurrenceArgs args = {
-              units, rows, pointer<const float>(values), pointer<const float>(gains), offsets.data(), pointer<float>(scanned)};
-          run([&] { return hpo_recurrence(&args, context); });
-        });
+  m.def("recurrence", [](int64_t units, int64_t rows, Address values, Address gains, Address cu_seqlens, Address scanned,
+                         int64_t context) {
+    const Offsets offsets(cu_seqlens, rows);
+    const RecurrenceArgs args = {
+        units, rows, pointer<const double>(values), pointer<const double>(gains), offsets.data(), pointer<double>(scanned)};
+    run([&] { return hpo_recurrence(&args, context); });
+  });
 }
 
 }  // namespace hpo::bindings

@@ -45,14 +45,14 @@ void row_spans(const RowSpansArgs& args, int threads) {
 // row of a unit counts, so rows run in order.
 void recurrence(const RecurrenceArgs& args, int threads) {
   const bool apart = Rows(args.cu_seqlens, args.rows, args.units).broken == 0;
-  std::fill_n(args.scanned, args.units, 0.0f);
+  std::fill_n(args.scanned, args.units, 0.0);
   for_each_range(args.rows, apart ? worthwhile(threads, args.units) : 1, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
       const Range range = row_range(args.cu_seqlens, row, args.units);
       double following = 0.0;
       for (int64_t unit = range.end - 1; unit >= range.begin; --unit) {
-        following = double(args.values[unit]) + double(args.gains[unit]) * following;
-        args.scanned[unit] = float(following) + 0.0f;  // never -0
+        following = args.values[unit] + args.gains[unit] * following;
+        args.scanned[unit] = following + 0.0;  // never -0
       }
     }
   });

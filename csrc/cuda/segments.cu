@@ -171,7 +171,7 @@ __device__ __forceinline__ void scan_row(const RecurrenceArgs& args, const Pack&
     for (int i = 0; i < kSteps; ++i) {
       const int64_t unit = last - i;
       steps[i] = {0.0, 0.0};
-      if (unit >= row.begin) steps[i] = {double(__ldg(args.values + unit)), double(__ldg(args.gains + unit))};
+      if (unit >= row.begin) steps[i] = {__ldg(args.values + unit), __ldg(args.gains + unit)};
       all = steps[i].after(all);
     }
 #pragma unroll
@@ -186,7 +186,7 @@ __device__ __forceinline__ void scan_row(const RecurrenceArgs& args, const Pack&
       scanned = steps[i](scanned);
       const int64_t unit = last - i;
       if (unit < row.begin || (!ascending && find_owner(pack, unit) != index)) continue;
-      args.scanned[unit] = float(scanned) + 0.0f;  // never -0
+      args.scanned[unit] = scanned + 0.0;  // never -0
     }
     following = __shfl_sync(kFullWarp, scanned, kWarp - 1);
   }

@@ -8,10 +8,10 @@ import torch
 
 from ..arguments import constants, examines
 from ..checks import check_device, check_dtype, check_shape, check_units
-from ..segments import chains
+from ..segments import chains, scan
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
-from .returns import check_discounts, generalised_advantages, scan
+from .returns import check_discounts, generalised_advantages
 from .terms import Term, about_group, as_advantages, combine, estimator, known
 
 

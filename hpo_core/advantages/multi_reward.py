@@ -147,6 +147,7 @@ def vpo(
         rewards.shape[2],
         list(directions.shape),
     )
+    check_units(rewards=rewards[:, 0].sum(-1), group_ids=group_ids, mask=mask)
     seen = rewards.isfinite().all(dim=-1, keepdim=True)
     along = torch.where(seen, rewards, 0.0).double() @ directions.double().T  # [S, M, W]
     worth = torch.where(seen, along, -torch.inf).amax(dim=1).mean(dim=-1)

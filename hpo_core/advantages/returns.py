@@ -6,7 +6,7 @@ import torch
 
 from ..arguments import constants, examines
 from ..checks import check, check_units
-from ..segments import Chains, chains, recurrence
+from ..segments import Chains, chains, scan
 from .terms import as_advantages
 
 
@@ -38,18 +38,6 @@ def discounted_returns(
 def check_discounts(**given: float) -> None:
     for name, number in given.items():
         check(0 <= number <= 1, "{}: expected a number in [0, 1], got {}", name, number)
-
-
-def scan(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None) -> torch.Tensor:
-    """:func:`hpo_core.segments.recurrence` of float64 ``[U]`` in float64: what float32 leaves out of each result is
-    scanned in its turn. Results far from 0 keep what tells them apart."""
-    rounded = recurrence(values, gains, cu_seqlens, backend=backend).double()
-    if backend == "reference":
-        return rounded
-    begins = torch.zeros(len(values) + 1, dtype=torch.bool, device=values.device)
-    begins.index_fill_(0, cu_seqlens.to(torch.int64).clamp(0, len(values)), True)
-    behind = torch.cat((rounded[1:], rounded.new_zeros(1)))[: len(values)].masked_fill(begins[1:], 0.0)
-    return rounded + recurrence(values + gains * behind - rounded, gains, cu_seqlens, backend=backend)
 
 
 def returns_along(rewards: torch.Tensor, steps: Chains, gamma: float, *, backend: str | None = None) -> torch.Tensor:

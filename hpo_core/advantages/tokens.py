@@ -13,7 +13,7 @@ import torch
 from ..batch import PackedBatch
 from ..checks import check_rows, check_tokens
 from ..gates.inputs import of_row, valid_tokens
-from ..segments import chains, dense_ids, recurrence, statistics
+from ..segments import chains, dense_ids, recurrence, scan, statistics
 from ..specs import Provenance
 from .flat import whiten
 from .returns import check_discounts, generalised_advantages
@@ -50,8 +50,7 @@ def reinforce_pp(
     valid = valid_tokens(batch)
     values = torch.where(valid, token_rewards, 0.0)
     gains = torch.where(valid, torch.full_like(values, gamma), 1.0)
-    scanned = recurrence(values, gains, batch.cu_seqlens, backend=backend)
-    returns = torch.where(valid, scanned, 0.0)
+    returns = torch.where(valid, recurrence(values, gains, batch.cu_seqlens, backend=backend), 0.0)
     if not whitened:
         return known(returns)
     return whiten(returns, torch.ones_like(returns), mask=valid, backend=backend)
@@ -76,8 +75,9 @@ def remax(
     row = batch.row_of_token()
     valid = valid_tokens(batch)
     values = torch.where(valid, token_rewards, 0.0)
-    returns = recurrence(values, torch.ones_like(values), batch.cu_seqlens, backend=backend)
-    return torch.where(valid, known(returns - of_row(greedy_rewards.to(returns.dtype), row, 0.0)), 0.0)
+    returns = scan(values, torch.ones_like(values), batch.cu_seqlens, backend)
+    exact = torch.where(valid, known(returns - of_row(greedy_rewards.double(), row, 0.0)), 0.0)
+    return as_advantages(exact, token_rewards, backend)
 
 
 @estimator(Provenance.PAPER, level="token")
@@ -336,6 +336,7 @@ def t_ppo(
     cut = of_row(is_truncated, row, False) & (behind(seen) == 0)
     following = torch.where(cut, value, behind(value))
     exact = token_rewards.double() + gamma * following.double() - value  # values far from 0 cancel
-    difference = torch.where(valid, exact, 0.0).to(value.dtype)
-    gains = torch.where(valid, torch.full_like(value, gamma * lam), 1.0)
-    return torch.where(valid, known(recurrence(difference, gains, batch.cu_seqlens, backend=backend)), 0.0)
+    difference = torch.where(valid, exact, 0.0)
+    gains = torch.where(valid, torch.full_like(difference, gamma * lam), 1.0)
+    advantages = torch.where(valid, known(scan(difference, gains, batch.cu_seqlens, backend)), 0.0)
+    return as_advantages(advantages, token_rewards, backend)

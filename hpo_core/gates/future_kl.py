@@ -93,7 +93,7 @@ def fipo_weight(
     counted = torch.where(beyond, 0.0, x).nan_to_num(0.0, neginf=_LEAST_LOG).clamp(min=_LEAST_LOG)
     decay = torch.full_like(counted, 2.0 ** (-1.0 / half_life))
     rows = batch.cu_seqlens.to(torch.int64).contiguous()
-    future = ops.recurrence(counted.float(), decay.float(), rows, None)
+    future = ops.recurrence(counted.double(), decay.double(), rows, None).float()
     weight = future.exp().clamp(1.0 - eps_low, 1.0 + eps_high)
     weight = torch.where(negative & (x > math.log(ratio_unsafe)), weight.clamp(*_UNSAFE), weight)
     row = batch.row_of_token()

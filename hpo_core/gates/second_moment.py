@@ -99,7 +99,7 @@ def m2po_bounds(
     """
     check(0 <= budget < math.inf, "budget: expected a mean square >= 0, got {}", budget)
     check_policies(batch, logp, old_logp)
-    advantage, x = per_token(advantages, batch, advantage_level), logp.detach().double() - old_logp.double()
+    advantage, x = per_token(advantages, batch, advantage_level), (logp.double() - old_logp.double()).detach()
     ahead = valid_tokens(batch) & advantage.isfinite() & x.isfinite() & (advantage.sign() * x > 0)
     square = torch.where(ahead, x, 0.0).square()
     ordered = torch.where(ahead, square, torch.inf).sort().values

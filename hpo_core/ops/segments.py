@@ -48,7 +48,7 @@ define("group_statistics(Tensor values, Tensor? ids, Tensor? weights, Tensor? ma
 def recurrence(
     values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None
 ) -> torch.Tensor:
-    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]``."""
+    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]`` float64."""
     result: torch.Tensor = run("segments", "recurrence", values, backend, values, gains, cu_seqlens)
     return result
 
@@ -80,9 +80,10 @@ def _check_statistics(
     check_operand("mask", mask, values.shape, (torch.bool,), ("values", values))
 
 
-def _check_scanned(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str) -> None:
-    _check_statistics(values, None, None, None, backend)
-    check_operand("gains", gains, values.shape, (values.dtype,), ("values", values))
+def _check_scanned(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, _: str) -> None:
+    check(values.dim() == 1, "values: expected shape [U] (one per unit), got {}", list(values.shape))
+    check_dtype("values", values, (torch.float64,), "use values.double()")
+    check_operand("gains", gains, values.shape, (torch.float64,), ("values", values))
     check_offsets("cu_seqlens", cu_seqlens, ("values", values))
 
 

@@ -209,7 +209,10 @@ def paths() -> Iterator[NamedCall]:
     for units, grouped in ((ROWS, True), (MANY, True), (MANY, False)):
         name = f"group_statistics, {units} units{'' if grouped else ', one group'}"
         yield name, lambda a=(units, grouped): _statistics(*a)
-    yield "recurrence", lambda: segments.recurrence(_floats(TOKENS), _floats(TOKENS), _masked().cu_seqlens)
+    yield (
+        "recurrence",
+        lambda: segments.recurrence(_floats(TOKENS).double(), _floats(TOKENS).double(), _masked().cu_seqlens),
+    )
     yield "scale", lambda: scale.scale(_floats(TOKENS), _floats(1))
     yield "logprobs", lambda: _logprobs(torch.bfloat16, kept=3)
     yield "logprobs, all inputs", lambda: _logprobs(torch.float32, kept=4, every_input=True)

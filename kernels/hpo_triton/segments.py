@@ -249,11 +249,11 @@ def _scan_rows(
     for start in range(0, tl.max(length), CHUNK):
         unit = range_.end - 1 - start - lane
         here = unit >= range_.begin
-        value = tl.load(values + unit, mask=here, other=0.0).to(tl.float64)
-        gain = tl.load(gains + unit, mask=here, other=0.0).to(tl.float64)
+        value = tl.load(values + unit, mask=here, other=0.0)
+        gain = tl.load(gains + unit, mask=here, other=0.0)
         value = tl.where(lane == 0, gain * following + value, value)
         _, value = tl.associative_scan((gain, value), 1, _compose)
-        tl.store(scanned + unit, value.to(tl.float32) + 0.0, mask=here)  # never -0
+        tl.store(scanned + unit, value + 0.0, mask=here)  # never -0
         following = tl.sum(tl.where(lane == CHUNK - 1, value, 0.0), axis=1, keep_dims=True)
 
 

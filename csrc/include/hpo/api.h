@@ -247,10 +247,10 @@ struct GroupStatisticsArgs {
 // y[i] = x[i] + g[i] y[i + 1] from the end of every row to its begin, y = 0 behind a row and outside all rows.
 struct RecurrenceArgs {
   int64_t units, rows;
-  const float* values;        // [units]
-  const float* gains;         // [units]
+  const double* values;       // [units]
+  const double* gains;        // [units]
   const int64_t* cu_seqlens;  // [rows + 1]
-  float* scanned;             // [units]
+  double* scanned;            // [units]
 };
 
 enum class Boundary : int32_t { full = 0, shrink = 1, zero = 2, carry = 3 };

@@ -312,6 +312,9 @@ class Example:
         self.old_logp = uniform(tokens, -0.8, -3.8)
         self.logp = self.old_logp + spread * normal(tokens)
         self.advantages, self.token_advantages = normal(rows), normal(tokens)
+        if rows:  # the tokens of every second row have one
+            alike = self.advantages.flip(0)[self.row()]
+            self.token_advantages = torch.where(self.row() % 2 == 0, alike, self.token_advantages)
         self.weights = uniform(rows, 0.1, 1.1)
         self.rollout_logp = self.old_logp + spread / 3 * normal(tokens)
         self.ref_logp = self.old_logp + spread * normal(tokens)

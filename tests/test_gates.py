@@ -236,6 +236,16 @@ def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
     torch.testing.assert_close(plain.metrics.vector, long_way.metrics.vector, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo()], ids=["ppo_clip", "gspo"])
+def test_advantages_of_tokens_of_a_row_that_goes_on_too_far(gate, backend):
+    """The CPU asks which rows have one advantage; nothing outside is read."""
+    place = testing.device_of(backend)
+    batch = hpo.PackedBatch(torch.tensor([0, 3, 10**12]), total_tokens=4, validate=False).to(place)
+    x, given = torch.zeros(4, device=place), {"advantage_level": "token", "backend": backend}
+    out = hpo.policy_loss_and_grad(x, x, x + 1, batch, gate, weights=torch.ones(2, device=place), **given)
+    assert out.grad.tolist() == [-1.0, -1.0, -1.0, 0.0] and out.metrics["bad_offsets"] > 0
+
+
 def test_on_policy_a_row_without_one_log_ratio_has_the_gradient_of_any_other(backend):
     """On the CPU such a row goes the long way, where a constant comes back from the mean of its sum to the bit, too."""
     lengths = torch.tensor([999, 30, 1500])

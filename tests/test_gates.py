@@ -237,12 +237,12 @@ def test_log_ratios_near_0_have_the_bits_of_any_other(gate, backend="cpu"):
 
 
 @pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo()], ids=["ppo_clip", "gspo"])
-def test_advantages_of_tokens_of_a_row_that_goes_on_too_far(gate, backend):
+def test_advantages_of_tokens_of_rows_beyond_them(gate, backend):
     """The CPU asks which rows have one advantage; nothing outside is read."""
     place = testing.device_of(backend)
-    batch = hpo.PackedBatch(torch.tensor([0, 3, 10**12]), total_tokens=4, validate=False).to(place)
+    batch = hpo.PackedBatch(torch.tensor([0, 3, 10**12, 2 * 10**12]), total_tokens=4, validate=False).to(place)
     x, given = torch.zeros(4, device=place), {"advantage_level": "token", "backend": backend}
-    out = hpo.policy_loss_and_grad(x, x, x + 1, batch, gate, weights=torch.ones(2, device=place), **given)
+    out = hpo.policy_loss_and_grad(x, x, x + 1, batch, gate, weights=torch.ones(3, device=place), **given)
     assert out.grad.tolist() == [-1.0, -1.0, -1.0, 0.0] and out.metrics["bad_offsets"] > 0
 
 

@@ -744,10 +744,15 @@ MUTANTS = {
         "!by_mean || mean > 0.0", "true",
         "test_estimators.test_maxrl_of_a_mean_that_is_not_above_0_is_0", {"options": {"root": True}},
     ),
+    "cpu: every row is taken for one whose tokens have one advantage": Mutant(
+        "cpu", "cpu/row_advantages.h",
+        "return any(present_lanes(differing));", "return false;",
+        "test_gates.test_advantages_of_tokens_that_are_one_in_each_row_are_those_of_rows", {"gate": gates.fiberpo()},
+    ),
     "cpu: a row's scan goes on into the row before": Mutant(
         "cpu", "cpu/segments.cpp",
-        "following = double(args.values[unit]) + double(args.gains[unit]) * following;",
-        "static double kept = 0.0; following = kept = double(args.values[unit]) + double(args.gains[unit]) * kept;",
+        "following = args.values[unit] + args.gains[unit] * following;",
+        "static double kept = 0.0; following = kept = args.values[unit] + args.gains[unit] * kept;",
         "test_segments.test_the_scan_of_a_row_does_not_depend_on_its_position", {},
     ),
     "triton: window crosses the border": Mutant(

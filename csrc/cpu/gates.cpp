@@ -78,6 +78,20 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
   });
 }
 
+// Whether the advantages of tokens are one number in each row.
+bool one_for_each_row(const PolicyLossArgs& args, const Rows& rows, const RowAdvantages& found, int threads) {
+  if (!args.advantage_per_token || rows.broken) return false;
+  const auto whole = [&](int64_t row) {
+    return Stretch{row, rows.cu_seqlens[row], rows.cu_seqlens[row + 1] - rows.cu_seqlens[row]};
+  };
+  found.find(args, rows.count, whole, ceil_divide(args.tokens, kChunk), threads, [&](int64_t chunk, const auto& body) {
+    for_each_tile(rows, chunk, [&](int64_t first, int, const Segments& segments) {
+      for (const Segment& each : segments) body({each.row, first + each.begin, each.end - each.begin});
+    });
+  });
+  return found.all_alike(args);
+}
+
 }  // namespace
 
 int64_t policy_loss_workspace(int64_t tokens, int64_t rows) { return Workspace(nullptr, tokens, rows).bytes; }
@@ -85,8 +99,7 @@ int64_t policy_loss_workspace(int64_t tokens, int64_t rows) { return Workspace(n
 void policy_loss(const PolicyLossArgs& given, const GateStructure& structure, const GateNumbers& numbers, int threads) {
   const Workspace space(given.workspace, given.tokens, given.rows);
   const Rows rows(given.cu_seqlens, given.rows, given.tokens);
-  space.row_advantages.find(given, rows, threads);
-  const bool alike = space.row_advantages.all_alike(given);
+  const bool alike = one_for_each_row(given, rows, space.row_advantages, threads);
   const PolicyLossArgs args = space.row_factors.added_to(alike ? space.row_advantages.put_into(given) : given, true, threads);
   const Call call = {args, structure, numbers, rows};
   threads = worthwhile(threads, args.tokens + args.rows);

@@ -159,7 +159,6 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   const auto reaches = [&](Stage stage) { return does(hierarchy, stage); };
   const PolicyLossArgs args = space.row_factors.added_to(given, reaches(Stage::sums), threads);
   const Rows rows(args.cu_seqlens, args.rows, args.tokens);
-  if (reaches(Stage::sums)) space.row_advantages.find(args, rows, threads);
   const PolicyLossArgs args_of_alike = space.row_advantages.put_into(args);
   const Call call = {args, structure, numbers, rows}, call_of_alike = {args_of_alike, structure, numbers, rows};
   const Leaves leaves(hierarchy, args, space.start);
@@ -167,6 +166,12 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   const Calls calls(call), calls_of_alike(call_of_alike);
   const Sweeps given_sweeps = {calls, leaves, space, plan}, sweeps_of_alike = {calls_of_alike, leaves, space, plan_of_alike};
   const RowSweeps sweeps = {given_sweeps, sweeps_of_alike};
+  if (args.advantage_per_token && reaches(Stage::sums)) {
+    const auto leaf = [&](int64_t p) { return Stretch{leaves.row(p), hierarchy.leaf_begin[p], leaves.length(p)}; };
+    space.row_advantages.find(args, leaves.count(), leaf, leaves.tasks(), threads, [&](int64_t task, const auto& body) {
+      leaves.for_each_block(task, [&](const Block& block) { body({block.row, block.first, block.tokens}); });
+    });
+  }
   if (!whole) space.tables = hierarchy.tables;
   const bool by_tiles = hierarchy.depth == 0 && plan.term_loop && leaves.are_rows;
   const bool some_together = !by_tiles && (leaves.together > 0 || !whole);  // a process without tokens fills its tables too

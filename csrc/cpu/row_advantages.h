@@ -5,6 +5,11 @@
 
 namespace hpo::HPO_ISA {
 
+// Successive tokens of a row that a gate reads: others, masked or between leaves, say nothing of it.
+struct Stretch {
+  int64_t row, first, tokens;
+};
+
 struct RowAdvantages {
   float* of_rows;  // [rows]
   uint8_t* alike;  // [rows], 1 where all unmasked tokens have that of the row, bit by bit
@@ -20,38 +25,35 @@ struct RowAdvantages {
     return args.advantage_per_token && std::all_of(alike, alike + args.rows, [](uint8_t row) { return row != 0; });
   }
 
-  // Of advantages of tokens. A row is judged by its own tokens alone, and so are the bits of its gradient.
-  void find(const PolicyLossArgs& args, const Rows& rows, int threads) const {
-    if (!args.advantage_per_token) return;
-    std::memset(alike, !rows.broken, size_t(args.rows));
-    if (rows.broken) return;
-    threads = worthwhile(threads, args.tokens);
-    for_each_range(rows.count, threads, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        int64_t first = rows.cu_seqlens[row];
-        while (args.mask && first < rows.cu_seqlens[row + 1] && !args.mask[first]) ++first;
-        of_rows[row] = first < rows.cu_seqlens[row + 1] ? args.advantages[first] : 0.0f;
-      }
-    });
-    parallel_for(ceil_divide(args.tokens, kChunk), threads, [&](int64_t chunk) {
-      for_each_tile(rows, chunk, [&](int64_t first, int, const Segments& segments) {
-        for (const Segment& segment : segments) {
-          uint8_t& row = alike[segment.row];  // other threads write it, too
-          if (__atomic_load_n(&row, __ATOMIC_RELAXED) && differs(args, first, segment))
-            __atomic_store_n(&row, 0, __ATOMIC_RELAXED);
-        }
+  // Of advantages of tokens. stretch(i): the tokens of row or leaf i. for_each(task, body): calls body(stretch) for those of a
+  // task, which hold the same tokens. A row is judged by its own tokens alone, and so are the bits of its gradient.
+  template <class StretchAt, class ForEach>
+  void find(const PolicyLossArgs& args, int64_t count, const StretchAt& stretch, int64_t tasks, int threads,
+            const ForEach& for_each) const {
+    std::fill_n(of_rows, args.rows, 0.0f);
+    std::memset(alike, 1, size_t(args.rows));
+    for (int64_t i = 0; i < count; ++i) {
+      const auto [row, first, tokens] = stretch(i);
+      int64_t at = first;
+      while (args.mask && at < first + tokens && !args.mask[at]) ++at;
+      if (at < first + tokens) of_rows[row] = args.advantages[at];
+    }
+    parallel_for(tasks, worthwhile(threads, args.tokens), [&](int64_t task) {
+      for_each(task, [&](const Stretch& here) {
+        uint8_t& row = alike[here.row];  // other threads write it, too
+        if (__atomic_load_n(&row, __ATOMIC_RELAXED) && differs(args, here)) __atomic_store_n(&row, 0, __ATOMIC_RELAXED);
       });
     });
   }
 
  private:
-  bool differs(const PolicyLossArgs& args, int64_t first, const Segment& segment) const {
-    const Ints row = Ints(all<Floats>(of_rows[segment.row]));
+  bool differs(const PolicyLossArgs& args, const Stretch& here) const {
+    const Ints row = Ints(all<Floats>(of_rows[here.row]));
     Ints differing = {};
-    for_each_vector(segment.begin, segment.end, [&](int i, Mask own, auto whole) HPO_INSIDE {
+    for_each_vector(0, int(here.tokens), [&](int i, Mask own, auto whole) HPO_INSIDE {
       constexpr bool kWhole = decltype(whole)::value;
-      const Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
-      differing |= keep_if(present, Ints(load_own<kWhole>(own, args.advantages + first + i)) ^ row);
+      const Mask present = args.mask ? present_own<kWhole>(own, args.mask + here.first + i) : own;
+      differing |= keep_if(present, Ints(load_own<kWhole>(own, args.advantages + here.first + i)) ^ row);
     });
     return any(present_lanes(differing));
   }

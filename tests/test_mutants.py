@@ -238,7 +238,7 @@ MUTANTS = {
     "cpu: a constant does not come back to the bit from the mean of its sum": Mutant(
         "cpu", "cpu/hierarchy_tokens.h",
         "plan.term.drop ? add_terms(each, n, sums) : add_runs(each, n, sums)", "add_runs(each, n, sums)",
-        "test_gates.test_on_policy_a_row_without_one_log_ratio_has_the_gradient_of_any_other", {},
+        "test_row_advantages.test_on_policy_a_row_without_one_log_ratio_has_the_gradient_of_any_other", {},
     ),
     "cpu: the penalty of a masked token is paid": Mutant(
         "cpu", "cpu/hierarchy_reference.h",
@@ -747,7 +747,7 @@ MUTANTS = {
     "cpu: every row is taken for one whose tokens have one advantage": Mutant(
         "cpu", "cpu/row_advantages.h",
         "return any(present_lanes(differing));", "return false;",
-        "test_gates.test_advantages_of_tokens_that_are_one_in_each_row_are_those_of_rows", {"gate": gates.fiberpo()},
+        "test_row_advantages.test_one_advantage_in_each_row_is_that_of_the_row", {"gate": gates.fiberpo()},
     ),
     "cpu: a row's scan goes on into the row before": Mutant(
         "cpu", "cpu/segments.cpp",

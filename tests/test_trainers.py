@@ -3,6 +3,7 @@ formulas of its own loss. `make test-trainers` runs those that install against t
 
 import contextlib
 import math
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -244,16 +245,18 @@ def test_openrlhf_is_replaced_where_its_actor_looks_the_name_up(monkeypatch):
         assert found["openrlhf.trainer.ray.ppo_actor"].PolicyLoss is module.HPOPolicyLoss
 
 
-def test_openrlhf_starts_ray_with_the_hook_and_the_gate(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "main"), [("openrlhf", "openrlhf.cli.train_ppo_ray"), ("easyr1", "verl.trainer.main")]
+)
+def test_a_launcher_starts_ray_with_the_hook_and_the_gate(name, main, monkeypatch):
     monkeypatch.setenv("HPO_GATE", "gspo")
     asked = {}
     with modules(ray={"init": asked.update}):
-        module = integration("openrlhf")
-        monkeypatch.setattr(module.runpy, "run_module", lambda name, **_: asked.update(ran=name))
-        module.launch()
+        monkeypatch.setattr(runpy, "run_module", lambda name, **_: asked.update(ran=name))
+        integration(name).launch()
     told = asked["runtime_env"]
-    assert told["worker_process_setup_hook"] == "hpo_core.integrations.openrlhf.install"
-    assert told["env_vars"]["HPO_GATE"] == "gspo" and asked["ran"] == "openrlhf.cli.train_ppo_ray"
+    assert told["worker_process_setup_hook"] == f"hpo_core.integrations.{name}.install"
+    assert told["env_vars"]["HPO_GATE"] == "gspo" and asked["ran"] == main
 
 
 # --------------------------------------------------------------------------------------------------------------- AReaL

@@ -132,3 +132,20 @@ def parts(values, batch):
 
 def masked(terms, mask):
     return torch.where(mask, terms, 0.0)
+
+
+def k3(logp, ref, kl_loss_type, importance_ratio=None):
+    assert kl_loss_type == "k3"
+    difference = ref - logp
+    return torch.exp(difference) - 1 - difference
+
+
+def clamped_k3(logp, ref, factor=1.0):
+    """That of NeMo-RL, and of ROLL, which does not clamp the log-ratio: beyond 20 the value is at its bound anyway."""
+    return (factor * k3(logp, ref.clamp(logp.detach() - 20, logp.detach() + 20), "k3")).clamp(-10, 10)
+
+
+def with_a_far_reference(batch):
+    """The batch with tokens whose k3 is at the bound, and one beyond what exp of float32 holds."""
+    batch.ref[0, :3] = batch.logp[0, :3] + torch.tensor([4.0, 120.0, -12.0])
+    return batch

@@ -5,6 +5,7 @@
 //   gates_tile.h     row, masks, log-ratio and coefficient of each token
 //   gates_fast_path.h    the same in one pass, where nothing is extraordinary
 //   gates_token_inputs.h  and where tokens have inputs of their own, gates_weights.h their weights, gates_sure_masks.h a mask
+//   row_advantages.h  advantages of tokens that are those of rows
 //   gates_penalty.h  the penalty on the distance from the reference policy
 //   gates_call.h     the parts of a call that no gate changes
 //   gates_tokens.h   gates on tokens

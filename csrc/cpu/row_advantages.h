@@ -5,7 +5,7 @@
 
 namespace hpo::HPO_ISA {
 
-// Successive tokens of a row that a gate reads: others, masked or between leaves, say nothing of it.
+// Successive tokens of a row that a gate may read. Advantages between leaves are read by no gate, and decide nothing.
 struct Stretch {
   int64_t row, first, tokens;
 };
@@ -25,8 +25,8 @@ struct RowAdvantages {
     return args.advantage_per_token && std::all_of(alike, alike + args.rows, [](uint8_t row) { return row != 0; });
   }
 
-  // Of advantages of tokens. stretch(i): the tokens of row or leaf i. for_each(task, body): calls body(stretch) for those of a
-  // task, which hold the same tokens. A row is judged by its own tokens alone, and so are the bits of its gradient.
+  // Compares the advantages of tokens row by row. stretch(i) is row or leaf i, and for_each(task, body) calls body(stretch) for
+  // the part of them in a task. Only the tokens of a row decide its way, because the ways differ in the last bits.
   template <class StretchAt, class ForEach>
   void find(const PolicyLossArgs& args, int64_t count, const StretchAt& stretch, int64_t tasks, int threads,
             const ForEach& for_each) const {

@@ -10,17 +10,14 @@ Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
 
 from __future__ import annotations
 
-import os
-import runpy
-
 import torch
 
 from .. import gates
 from ..arguments import check_choice
 from ..gates import Clip, Drop, Level, RatioGate
 from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_beside, weights_of
-from .named import VARIABLE, told_gate
-from .replaced import after_import
+from .named import told_gate
+from .replaced import after_import, run_under_ray
 
 __all__ = ["compute_policy_loss", "install", "launch"]
 
@@ -106,13 +103,7 @@ def launch() -> None:
     told = told_gate()
     if told is not None:
         check_gate(told, "EasyR1", one_policy="EasyR1 tells its loss no sampler")
-    import ray
-
-    values = dict(_ENVIRONMENT)
-    if told is not None:
-        values[VARIABLE] = os.environ[VARIABLE]
-    ray.init(runtime_env={"env_vars": values, "worker_process_setup_hook": _HOOK})
-    runpy.run_module("verl.trainer.main", run_name="__main__", alter_sys=True)
+    run_under_ray("verl.trainer.main", _HOOK, _ENVIRONMENT)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import runpy
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from ..batch import PackedBatch
 from ..checks import check
 from ..gates import Clip, Drop, Level, RatioGate
 from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss, warn_of_flags
-from .named import VARIABLE, named_gate, told_gate
+from .named import named_gate, told_gate
+from .replaced import run_under_ray
 
 __all__ = ["HPOPolicyLoss", "install", "launch"]
 
@@ -204,14 +204,9 @@ def launch() -> None:
     told = told_gate()
     if told is not None:
         check_gate(told, "OpenRLHF")
-    import ray
-
     values = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
     values = {name: os.environ.get(name, value) for name, value in values.items()}
-    if told is not None:
-        values[VARIABLE] = os.environ[VARIABLE]
-    ray.init(runtime_env={"env_vars": values, "worker_process_setup_hook": _HOOK})
-    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
+    run_under_ray("openrlhf.cli.train_ppo_ray", _HOOK, values)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Names of a trainer's module that are ours: for the time of a call, or from its import on."""
+"""Names of a trainer's module that are ours: for the time of a call, from its import on, or in its Ray workers."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.machinery
 import importlib.util
+import os
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
+
+from .named import VARIABLE
 
 
 @contextlib.contextmanager
@@ -32,6 +36,16 @@ def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
         function(sys.modules[name])
     elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(name, function))
+
+
+def run_under_ray(main: str, hook: str, environment: dict[str, str]) -> None:
+    """Starts Ray, whose workers each call ``hook``, and runs the trainer's own ``main``, which starts Ray only where it
+    does not run yet. Workers get ``HPO_GATE`` besides ``environment``."""
+    import ray
+
+    given = {VARIABLE: os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}
+    ray.init(runtime_env={"env_vars": {**environment, **given}, "worker_process_setup_hook": hook})
+    runpy.run_module(main, run_name="__main__", alter_sys=True)
 
 
 class _Finder:

@@ -565,7 +565,7 @@ def test_m2po_bounds_by_hand(x, advantages, budget, log_bound):
 
 def test_m2po_bounds_are_those_of_a_search_and_let_their_own_token_pass(backend):
     where = testing.device_of(backend)
-    for seed in range(4):
+    for seed in (0, 1, 2, 12):  # of the last one the token of tau is clipped by rounding, without the millionth
         x, advantages = 0.4 * torch.randn(2, 40, generator=torch.Generator().manual_seed(seed))
         batch = hpo.PackedBatch.from_lengths([40]).to(where)
         given = [each.to(where) for each in (x, torch.zeros(40), advantages)]

@@ -31,7 +31,7 @@ struct RowAdvantages {
   void find(const PolicyLossArgs& args, int64_t count, const StretchAt& stretch, int64_t tasks, int threads,
             const ForEach& for_each) const {
     std::fill_n(of_rows, args.rows, 0.0f);
-    std::memset(alike, 1, size_t(args.rows));
+    std::fill_n(alike, args.rows, uint8_t{1});
     for (int64_t i = 0; i < count; ++i) {
       const auto [row, first, tokens] = stretch(i);
       int64_t at = first;

@@ -87,7 +87,7 @@ NOT_NUMBERS = ("0.2", "20%", [0.2], torch.tensor([0.2, 0.3]), {"low": 0.2}, torc
 
 
 def number_parameters():
-    """Every parameter of a public function that is a number, with a valid call of the function."""
+    """Every parameter of a public function that is a number or a bool, with a valid call of the function."""
     valid = {call.name: call for call in calls() if isinstance(call.function, type(lambda: 0))}
     for name, function in public_functions():
         if not inspect.isfunction(function):
@@ -100,7 +100,7 @@ def number_parameters():
             name, function, {each.name: 0.5 for each in parameters if each.default is each.empty}
         )
         for each in parameters:
-            kinds = ("float", "int", "float | None", "int | None", "tuple[float, float]", "tuple[int, int]")
+            kinds = ("float", "int", "float | None", "int | None", "tuple[float, float]", "tuple[int, int]", "bool")
             if each.annotation in kinds:
                 yield pytest.param(call, each.name, id=f"{name.removeprefix('hpo_core.')}-{each.name}")
 
@@ -223,6 +223,8 @@ ERRORS = [
         "period: expected a number of calls >= 1, got 0",
     ),
     (lambda: hpo.entropy.epo_phase(1, math.nan), "steps: expected a finite number >= 2, got nan"),
+    (lambda: gates.RatioGate("mine", IDENTITY, split="no"), "split: expected True or False, got 'no'"),
+    (lambda: gates.Correction(gates.Action.MASK, strict=1), "strict: expected True or False, got 1"),
     (lambda: gates.tis(0), "ratio_cap: expected an absolute ratio > 0 or None, got 0"),
     # What is wrong with a part of what is made, behind the arguments it was made of.
     (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),

@@ -57,6 +57,7 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3])).token_mask
     tensor([ True, False,  True])
     """
+    check(threshold >= 0, "threshold: expected a mean square >= 0, got {}", threshold)
     check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
     square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()

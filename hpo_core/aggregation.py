@@ -15,7 +15,8 @@ Common arguments:
         weights by the world size of ``process_group``, or of the default group; ``"sum"`` if it adds them. With more
         than one rank it has no default: a wrong guess is off by the number of ranks.
     ranks: instead of ``gradient_reduction``: the number of ranks over which the engine averages gradients (1: it adds
-        them), for trainers that have counts and ranks as numbers.
+        them), for trainers that have counts and ranks as numbers. It takes this batch for the whole step where there is
+        neither ``total`` nor ``process_group``.
     selected: bool ``[T]``: count only these tokens (the denominators of a window's own tokens).
 """
 
@@ -293,9 +294,10 @@ def _ranks_averaged(
     )
     world = world_size(group)
     check(
-        world == 1 or gradient_reduction == "sum" or (is_global and gradient_reduction is not None),
+        world == 1 or (is_global and gradient_reduction is not None),
         "gradient_reduction: {} ranks are initialised: pass process_group= (or total=) to count the tokens of all, and "
-        "gradient_reduction='mean' if the engine averages gradients (DDP, FSDP, DeepSpeed), 'sum' if it adds them",
+        "gradient_reduction='mean' if the engine averages gradients (DDP, FSDP, DeepSpeed), 'sum' if it adds them; "
+        "ranks=1 if this batch is the whole step",
         world,
     )
     return float(world) if gradient_reduction == "mean" else 1.0

@@ -211,7 +211,14 @@ def check_compat(compat: str) -> bool:
 
 
 def check_flag(name: str, value: Any) -> None:
+    """Check that the value is a bool: ``"False"``, as a command line gives it, is true."""
     require_type(isinstance(value, bool), "{}: expected True or False, got {!r}", name, value)
+
+
+def _examined_flag(is_optional: bool, name: str, value: Any) -> Any:
+    if not is_optional or value is not None:
+        check_flag(name, value)
+    return value
 
 
 def check_pair(name: str, value: Any, meaning: str) -> None:
@@ -311,6 +318,8 @@ _OF_ANNOTATION: dict[str, Callable[[str, Any], Any]] = {
     "Sequence[torch.Tensor]": _examined_sequence,
     "Sequence[Term]": _examined_sequence,
     "Total": _examined_parts,
+    "bool": functools.partial(_examined_flag, False),
+    "bool | None": functools.partial(_examined_flag, True),
     "ProcessGroup | None": _examined_group,
     "torch.distributed.ProcessGroup | None": _examined_group,
     "torch.Tensor | Sequence[int]": _examined_integers,

@@ -82,9 +82,9 @@ def gather(own: torch.Tensor, group: ProcessGroup, name: str = "process_group") 
             alike: none is left waiting. They begin with ``name``.
     """
     length, *others = own.shape or (1,)
-    form = torch.tensor((length, _DTYPES.index(own.dtype), own.dim(), *others, 0, 0)[:_FORM])
+    form = torch.tensor((length, _DTYPES.index(own.dtype), own.dim(), *others, 0, 0)[:_FORM], device=own.device)
     forms = torch.empty(torch.distributed.get_world_size(group), _FORM, dtype=torch.int64, device=own.device)
-    torch.distributed.all_gather(list(forms), form.to(own.device), group=group)
+    torch.distributed.all_gather(list(forms), form, group=group)
     sizes = forms[:, 0].tolist()
     given = sorted({tuple(form) for size, *form in forms.tolist() if size > 0})
     for _, dimensions, *_ in given:

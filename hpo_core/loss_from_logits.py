@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from . import ops
+from .arguments import check_flag
 from .backends import is_reference, resolve
 from .batch import PackedBatch, as_batch
 from .checks import check, check_dtype, examined, refuse_tangent
@@ -104,6 +105,7 @@ def policy_loss_from_logits(
             [ 0.0000,  0.0000]])
     """
     check_options(policy_loss_from_logits, options)
+    check_flag("inplace_gradient", inplace_gradient)
     logits, targets = examined("logits", logits), examined("targets", targets)
     batch = as_batch(batch)
     _check_alone(old_logp, gate, options)

@@ -17,7 +17,7 @@ from .checks import (
     check,
     check_device,
     check_precision,
-    check_shape,
+    check_shape_of_tokens,
     checked_constant,
     examined,
     require_type,
@@ -143,8 +143,7 @@ def prepare(
     dtype, shape, device = logp.dtype, logp.shape, logp.device
     if dtype is not torch.float32:
         check_precision(dtype, backend)
-    if shape != (batch.total_tokens,) and shape != batch.padded_shape:
-        check_shape("logp", logp, batch.padded_shape or (batch.total_tokens,), "[T] (or the padded [B, L])")
+    check_shape_of_tokens("logp", logp, batch)
     check_device("logp", logp, batch.device, "the batch")
 
     def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from interpreter import patch_interpreter
 from mutants import forget_backends
+from ranks import on_ranks
 from valid_calls import calls, tensors_of
 
 import hpo_core as hpo
@@ -67,6 +68,23 @@ def test_later_calls_in_a_thread_of_their_own(default, plain):
     thread.join()
     assert {name: bits for name, bits in found.items() if bits != plain[name]} == {}
     assert found
+
+
+def of_rank(rank, default):
+    batch = hpo.PackedBatch.from_lengths([2], trajectory_ids=torch.tensor([7]), group_ids=torch.tensor([3]))
+    logp, old_logp, reward = torch.tensor([-1.0, -0.5]), torch.tensor([-1.1, -0.9]), torch.tensor([float(rank)])
+    world = torch.distributed.group.WORLD
+    with defaults(default):
+        advantage = hpo.advantages.over_ranks(hpo.advantages.grpo, world)
+        out = hpo.hierarchical_policy_loss(
+            logp, old_logp, reward, batch, advantage=advantage, gate=hpo.gates.fiberpo(), weights=reward + 1,
+            process_group=world,
+        )  # fmt: skip
+        return _bits((out.loss, out.metrics.all_reduce(world).vector))
+
+
+def test_over_ranks():
+    assert on_ranks(2, of_rank, "bfloat16 on meta") == on_ranks(2, of_rank, "none")
 
 
 def test_no_thread_flushes_or_rounds_as_its_caller_says():

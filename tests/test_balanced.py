@@ -1,4 +1,4 @@
-"""BAPO's bounds: those of the search in its authors' code, on one process and over ranks."""
+"""BAPO's bounds: those of the search in its authors' code, on one process and, as M2PO's, over ranks."""
 
 import functools
 import math
@@ -104,15 +104,24 @@ def of_rank(rank):
     x, advantages, mask = case(-0.25)
     rows = slice(10 * rank, 10 * rank + 10) if rank < 2 else slice(20, 40)
     batch = hpo.PackedBatch(torch.tensor([0, len(x[rows])]), mask[rows])
-    group = torch.distributed.group.WORLD
-    return gates.bapo_bounds(
-        x[rows], torch.zeros_like(x[rows]), advantages[rows], batch, advantage_level="token", process_group=group
-    ).bounds
+    policies, group = (x[rows], torch.zeros_like(x[rows])), torch.distributed.group.WORLD
+    spanning = {"advantage_level": "token", "process_group": group}
+    return (
+        gates.bapo_bounds(*policies, advantages[rows], batch, **spanning).bounds,
+        gates.m2po_bounds(*policies, advantages[rows], batch, **spanning).bounds,
+        gates.m2po_mask(*policies, batch, process_group=group).token_mask,
+    )
 
 
-def test_bounds_over_ranks(three_ranks):
+def test_over_ranks(three_ranks):
     x, advantages, mask = case(-0.25)
     expected = search(x[mask].tolist(), advantages[mask].tolist(), **NUMBERS)
     assert 1.2 < expected[1] < 2.0
-    for bounds in three_ranks(of_rank):
-        assert [each.unique().item() for each in bounds] == pytest.approx(expected, rel=1e-6)
+    whole, old = hpo.PackedBatch(torch.tensor([0, 40]), mask), torch.zeros_like(x)
+    bounds = gates.m2po_bounds(x, old, advantages, whole, advantage_level="token").bounds
+    kept = gates.m2po_mask(x, old, whole).token_mask
+    balanced, moments, masks = zip(*three_ranks(of_rank), strict=True)
+    for of_bapo, of_m2po in zip(balanced, moments, strict=True):
+        assert [each.unique().item() for each in of_bapo] == pytest.approx(expected, rel=1e-6)
+        assert [each.unique() for each in of_m2po] == [each.unique() for each in bounds]
+    assert torch.equal(torch.cat(masks), kept) and 0 < kept.sum() < mask.sum()

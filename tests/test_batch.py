@@ -465,6 +465,14 @@ def test_levels_nest():
             ValueError,
             "cu_steps: expected steps that tile every row",
         ),
+        *(
+            (
+                lambda kind=kind: PackedBatch.from_padded(torch.full((2, 3), 2, dtype=kind)),
+                ValueError,
+                "mask: expected 0 a",
+            )
+            for kind in (torch.int64, torch.uint8, torch.int16)
+        ),
         (
             lambda: PackedBatch.from_padded(torch.full((2, 3), 2), validate=True),
             ValueError,

@@ -368,8 +368,12 @@ def error_cases():
     return [
         # logp
         ({"logp": [0.0]}, TypeError, "logp: expected a tensor [T], got <class 'list'>"),
-        ({"logp": logp[:5]}, ValueError, "logp: expected shape [T] (or the padded [B, L]) = [12], got [5]"),
-        ({**padded, "logp": torch.zeros(3, 2)}, ValueError, "logp: expected shape [T] (or the padded [B, L]) = [2, 3]"),
+        ({"logp": logp[:5]}, ValueError, "logp: expected shape [T] (one per token of the batch) = [12], got [5]"),
+        (
+            {**padded, "logp": torch.zeros(3, 2)},
+            ValueError,
+            "logp: expected shape [B, L] (that of the padded batch) = [2, 3]",
+        ),
         ({"logp": logp.half()}, TypeError, "logp: expected float32, got float16; 16-bit rounding"),
         ({"logp": logp.bfloat16()}, TypeError, "1.6e-2 a token"),
         ({"logp": logp.bfloat16()}, TypeError, "logits.float() before log_softmax"),

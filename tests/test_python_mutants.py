@@ -87,7 +87,7 @@ MUTANTS = {
     ),
     "each of several ranks counts its own tokens": mutant(
         "aggregation.py",
-        'world == 1 or gradient_reduction == "sum"', 'True or gradient_reduction == "sum"',
+        'world == 1 or (is_global', 'True or (is_global',
         "test_data_parallel.test_a_step_of_several_ranks_needs_its_counts",
         function=lambda batch, *_: hpo.aggregation.prompt_mean(batch), message="gradient_reduction: 2 ranks",
     ),

@@ -5,7 +5,6 @@ The walk runs in a process of its own, so that a crash is a result like any othe
 
 import functools
 import inspect
-import itertools
 import json
 import math
 import os
@@ -49,21 +48,21 @@ def test_valid_calls_are_valid(call):
 
 
 WALKS = [
-    ("cpu", 2),
+    ("cpu", 4),
     *(pytest.param(name, 1, marks=pytest.mark.long) for name in ("cpu", "cuda_emulated", "reference", "triton")),
 ]
 
 
 @pytest.mark.parametrize(("default", "stride"), WALKS)
 def test_wrong_arguments_are_named_or_harmless(default, stride):
-    """``default``: the backend of calls that name none. In every run an argument meets every other kind of what is
-    wrong, and the next argument the others: what examines them is the same for all."""
+    """``default``: the backend of calls that name none. In every run an argument meets each kind of what is wrong that
+    its function has a check for, and one of ``stride`` of the others: what examines them is the same for all."""
     if not hpo.backends()[default]:
         pytest.skip(f"{default} is not available")
     if "HPO_CORE_WHOLE_WALK" in os.environ:  # under sanitizers
         stride = 1
     outcomes = walk(default, stride)
-    assert len(outcomes) > 5000 / stride
+    assert len(outcomes) > 15_000
     assert [f"{where}: {how}" for where, how in outcomes.items() if not how.startswith(("right", "named"))] == []
 
 
@@ -87,7 +86,7 @@ NOT_NUMBERS = ("0.2", "20%", [0.2], torch.tensor([0.2, 0.3]), {"low": 0.2}, torc
 
 
 def number_parameters():
-    """Every parameter of a public function that is a number, with a valid call of the function."""
+    """Every parameter of a public function that is a number or a bool, with a valid call of the function."""
     valid = {call.name: call for call in calls() if isinstance(call.function, type(lambda: 0))}
     for name, function in public_functions():
         if not inspect.isfunction(function):
@@ -100,7 +99,7 @@ def number_parameters():
             name, function, {each.name: 0.5 for each in parameters if each.default is each.empty}
         )
         for each in parameters:
-            kinds = ("float", "int", "float | None", "int | None", "tuple[float, float]", "tuple[int, int]")
+            kinds = ("float", "int", "float | None", "int | None", "tuple[float, float]", "tuple[int, int]", "bool")
             if each.annotation in kinds:
                 yield pytest.param(call, each.name, id=f"{name.removeprefix('hpo_core.')}-{each.name}")
 
@@ -120,6 +119,11 @@ def test_there_are_many_numbers():
 
 def short(message):
     return message.count("\n") < 3 and len(message) < 500 and " at 0x" not in message
+
+
+def _valid_but(name, **wrong):
+    call = next(call for call in calls() if call.name == name)
+    return call.run(call.arguments | wrong)
 
 
 def _loss(**keywords):
@@ -223,6 +227,18 @@ ERRORS = [
         "period: expected a number of calls >= 1, got 0",
     ),
     (lambda: hpo.entropy.epo_phase(1, math.nan), "steps: expected a finite number >= 2, got nan"),
+    (lambda: gates.RatioGate("mine", IDENTITY, split="no"), "split: expected True or False, got 'no'"),
+    (lambda: gates.Correction(gates.Action.MASK, strict=1), "strict: expected True or False, got 1"),
+    # Numbers that would be right in these dtypes: codes of a quantised weight would be, too.
+    (
+        lambda: hpo.linear_token_logprobs(torch.zeros(2, 3), torch.ones(4, 3, dtype=torch.int8), torch.zeros(2).long()),
+        "weight: expected dtype .*, got int8; dequantise a quantised weight first",
+    ),
+    (lambda: hpo.entropy.opened(TOKENS, BATCH, 2), r"mask: expected dtype bool, got float32; use mask\.bool\(\)"),
+    (
+        lambda: _valid_but("torch.ops.hpo_core.correction", bounds=[0.0, 1.0]),
+        "bounds: expected low and high of both signs, got 2 numbers",
+    ),
     (lambda: gates.tis(0), "ratio_cap: expected an absolute ratio > 0 or None, got 0"),
     # What is wrong with a part of what is made, behind the arguments it was made of.
     (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),
@@ -311,7 +327,9 @@ def _work(skip: int, stride: int) -> None:
     for at, call in enumerate(calls()):
         for place in _places(call.arguments):
             places += 1
-            for kind, make in itertools.islice(_WRONG.items(), places % stride, None, stride):
+            for index, (kind, make) in enumerate(_WRONG.items()):
+                if kind not in _CHECKED_BY_EACH and (index + places) % stride:
+                    continue
                 if not _applies(kind, _get(call.arguments, place)) or _is_allowed(call, place, kind):
                     continue
                 number += 1
@@ -528,6 +546,7 @@ _WRONG: dict[str, Callable[[torch.Tensor], Made]] = {
     "number": lambda _: (0.5, None),
     "function": lambda _: (len, None),
 }  # fmt: skip
+_CHECKED_BY_EACH = (*_DTYPES, "meta", "longer", "shorter", "empty", "of one more dimension", "of one dimension less")
 _OF_ANYTHING = ("string", "number", "function", "None")
 _OF_FLOATS = ("negated", "quantised", "of another library", "a parameter", "of a graph")
 

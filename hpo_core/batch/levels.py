@@ -27,7 +27,7 @@ def at_level(
         if values.shape != (batch.rows,):
             among = "" if batch.num_steps is None else f" 'step' ([{batch.num_steps}]),"
             fix = f"or say advantage_level='token' ({list(tokens)}),{among} 'trajectory', 'group' or 'domain'"
-            check_shape(name, values, (batch.rows,), "[S] (one per row)", fix if level is None else "")
+            check_shape(name, values, (batch.rows,), "[S] (one per row)", fix)
         return False, values
     check_choice("advantage_level", level, _LEVELS)
     if level == "token":

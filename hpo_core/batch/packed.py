@@ -9,7 +9,7 @@ import torch
 
 from .. import ops
 from ..arguments import examines
-from ..checks import INTEGERS, check, check_device, check_real, check_shape, examined, require_type
+from ..checks import check, check_device, check_real, check_shape, examined, require_type
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
 from .hierarchy import Hierarchy, LeafTables, first_ranges, hierarchy_of, row_at, row_counts, trajectories_of
@@ -151,7 +151,7 @@ class PackedBatch:
             has_steps = any(ids.get(name) is not None for name in ("steps", "cu_steps", "step_ids"))
             is_read = mask.is_cpu and not ops.is_traced(mask)
             validate = has_steps and is_read
-            if is_read and mask.dtype in INTEGERS:  # ids or labels in its place would count everywhere
+            if is_read and not mask.is_floating_point():  # ids or labels in its place would count everywhere
                 check_zeros_and_ones(mask.reshape(-1))
         result = cls(offsets, mask.reshape(-1), total_tokens=batch * length, validate=validate, **ids)
         object.__setattr__(result, "padded_shape", (batch, length))

@@ -113,6 +113,7 @@ def hapo_bounds(
     """
     as_code = check_compat(compat)
     check_epsilons(eps_low, eps_high, finite=True)
+    check(0 <= alpha < math.inf, "alpha: expected a finite number >= 0, got {}", alpha)
     check(0 <= pivot[0] <= pivot[1] != 0, "pivot: expected a fraction in [0, 1], got {}", pivot)
     check_precise("entropy", entropy)
     check_tokens(batch, entropy=entropy)

@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from ..arguments import Short, check_member, check_number, check_numbers, is_finite
+from ..arguments import Short, check_flag, check_member, check_number, check_numbers, is_finite
 from ..checks import check, require_type
 from ..specs import (
     Action,
@@ -268,6 +268,7 @@ class Correction(Short):
         check_member("reduction", self.reduction, Reduction)
         check_member("channel", self.channel, Channel)
         check_member("statistic", self.statistic, Statistic)
+        check_flag("strict", self.strict)
         check_pair("correction: low", self.low)
         check_pair("correction: high", self.high)
         for low, high in zip(self.low, self.high, strict=True):

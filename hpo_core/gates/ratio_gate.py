@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import Short, check_member, check_number, is_finite
+from ..arguments import Short, check_flag, check_member, check_number, is_finite
 from ..checks import check, require_type
 from ..kl import KLPenalty
 from ..specs import Aggregate, Head, Penalty, PolicyLossSpec, Provenance, Routing, TermSpec, TokenGate, Unit, in_floats
@@ -170,6 +170,7 @@ class RatioGate(Short):
         check_member("head", self.head, Head)
         check_member("channel", self.channel, Channel)
         check_member("penalty", self.penalty, Penalty)
+        check_flag("split", self.split)
         check_pair("head_numbers", self.head_numbers)
         check_pair("advantage_weights", self.advantage_weights)
         check_number("penalty_coefficient", self.penalty_coefficient)

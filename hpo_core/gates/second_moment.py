@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ..arguments import examines
 from ..batch import PackedBatch
 from ..checks import check
-from ..distributed import running_sum, sum_in_order
+from ..distributed import gather, running_sum
 from ..specs import Provenance
 from .inputs import check_policies, of_tokens, per_token, valid_tokens
 from .parts import Identity
@@ -46,9 +47,17 @@ def m2po_clip(ratio_dual: float | None = None) -> RatioGate:
 
 
 @of_tokens
-def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, threshold: float = 0.04) -> GateInputs:
+def m2po_mask(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    batch: PackedBatch,
+    threshold: float = 0.04,
+    *,
+    process_group: ProcessGroup | None = None,
+) -> GateInputs:
     """``gate_inputs`` for :func:`m2po`: a mask without the largest log-ratios, until the mean of the other squares is
     below ``threshold`` (arXiv 2510.01161 as AReaL has it; 0.04). The smallest stays, whatever it is, as there.
+    ``process_group``: the mean is that of the tokens of these ranks together, whose squares it gathers.
 
     Traps: AReaL takes the ratio of the proximal policy to the sampler, which no step of the minibatches moves:
     ``m2po_mask(old_logp, rollout_logp, batch)``, and keeps PPO's clip: ``ppo_clip`` with this mask. The authors' own
@@ -57,14 +66,16 @@ def m2po_mask(logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, th
     >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3])).token_mask
     tensor([ True, False,  True])
     """
+    check(threshold >= 0, "threshold: expected a mean square >= 0, got {}", threshold)
     check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
     square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()
-    ordered, order = torch.where(valid, square, torch.full_like(square, torch.inf)).sort(stable=True)
+    every, own = _of_ranks(torch.where(valid, square, torch.inf), process_group)
+    ordered, order = every.sort(stable=True)
     means = running_sum(ordered) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
     kept = means < threshold  # means of ascending numbers ascend
     kept[:1] = True
-    return GateInputs(token_mask=torch.zeros_like(valid).scatter_(0, order, kept) & valid)
+    return GateInputs(token_mask=torch.empty_like(kept).scatter_(0, order, kept)[own] & valid)
 
 
 @of_tokens
@@ -76,6 +87,7 @@ def m2po_bounds(
     *,
     budget: float = 0.04,
     advantage_level: str | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> GateInputs:
     """One pair of bounds ``exp(-+ tau)`` for :func:`m2po_clip`, within which the tokens that run ahead of their
     advantage stay near the old policy in the mean square (arXiv 2510.01161; its code).
@@ -88,6 +100,7 @@ def m2po_bounds(
         logp: of the current policy: the bounds belong to this minibatch.
         budget: 0.04 as in the recipes, which set no least width of the clip either.
         advantage_level: as in :func:`~hpo_core.policy_loss`.
+        process_group: the tokens are those of these ranks together, whose squares it gathers; all have the same bounds.
 
     A token whose advantage or log-ratio is not finite has no say. The token that tau is of passes (in the code rounding
     decides): the bounds lie a millionth outside.
@@ -101,14 +114,22 @@ def m2po_bounds(
     check_policies(batch, logp, old_logp)
     advantage, x = per_token(advantages, batch, advantage_level), (logp.double() - old_logp.double()).detach()
     ahead = valid_tokens(batch) & advantage.isfinite() & x.isfinite() & (advantage.sign() * x > 0)
-    square = torch.where(ahead, x, 0.0).square()
-    ordered = torch.where(ahead, square, torch.inf).sort().values
-    n, place = ahead.sum(), torch.arange(ordered.numel(), device=ordered.device)
+    ordered = _of_ranks(torch.where(ahead, x.square(), torch.inf), process_group)[0].sort().values
+    n, place = ordered.isfinite().sum(), torch.arange(ordered.numel(), device=ordered.device)
     known = torch.where(place < n, ordered, 0.0)
-    capped = running_sum(known) + known * (n - place - 1)  # the sum of min(x^2, tau^2) for each x as tau; it ascends
+    added = running_sum(known)
+    capped = added + known * (n - place - 1)  # the sum of min(x^2, tau^2) for each x as tau; it ascends
     within = ((place < n) & (capped < budget * n)).sum()
     tau = torch.cat((known.new_zeros(1), known)).gather(0, within.reshape(1)).sqrt()
     tau = torch.where(within > 0, tau + 1e-6 * (1 + tau), tau)  # kernels round the ratio of the token that tau is of
-    tau = torch.where(sum_in_order(square) <= budget * n, torch.inf, tau)
+    tau = torch.where((added <= budget * n).all(), torch.inf, tau)
     low, high = (each.exp().float().repeat(logp.numel()) for each in (-tau, tau))
     return GateInputs(bounds=(low, high))
+
+
+def _of_ranks(own: torch.Tensor, group: ProcessGroup | None) -> tuple[torch.Tensor, slice]:
+    """The numbers of the tokens of all ranks, one rank after the other, and where among them those of this rank are."""
+    parts = [own] if group is None else gather(own, group)
+    rank = 0 if group is None else torch.distributed.get_rank(group)
+    first = sum(len(part) for part in parts[:rank])
+    return torch.cat(parts), slice(first, first + len(own))

@@ -36,6 +36,15 @@ def test_hapo():
     close(got, [1.002068, 1.026114, 1.05, 1.003352, 1.012043])
 
 
+def test_hapo_advantages():
+    """starriver030515/HAPO: compute_hapo_outcome_advantage, whose last group falls back for what its padding has."""
+    rewards = torch.tensor([1.0, 0.0, 0.0, *[0.0] * 29, 1.0, 4.0, 5.0])
+    groups, lengths = torch.tensor([7] * 3 + [3] * 30 + [5] * 2), torch.tensor([4.0, 2.0, 6.0, *[1.0] * 32])
+    got = E.hapo_advantages(rewards, groups, lengths, compat="code")
+    expected = [1.414214, -0.707107, -0.707107, *[-0.182574] * 29, 5.294649, -0.707107, 0.707107]
+    close(got, expected, 1e-4)
+
+
 def test_archer_and_siren():
     """wizard-III/ArcherCodeR: the masks of dp_actor; Linn3a/siren: mask_by_quantile, agg_loss."""
     assert places(E.archer(SHARED, BATCH, compat="code").bounds[1] > 1.3) == [2, 3, 13, 18]

@@ -49,6 +49,10 @@ def dcpo_regulariser(
 
     The method adds ``coefficient`` times a second policy loss, with successful responses' rewards as advantages and
     these weights, to GRPO's: a REINFORCE term under the target distribution, without a sample of it.
+    Code of the same name (repository 597358816/AEPO at b353a05) has these weights in one loss, with the advantage
+    ``(1 - c) A + c rho`` of right and ``(1 - c) A`` of wrong responses, ``c = a / (a + 1)``, a the distance of the
+    entropy from its target, at most 0.1, over the share of right responses: a ``Selection`` with that factor and
+    addend.
 
     Args:
         target_logp: ``[T]``, of the old policy at the target's temperature: ``token_logprobs(..., temperature=T)``.

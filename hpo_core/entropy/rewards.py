@@ -17,7 +17,7 @@ from ..checks import INTEGERS, check, check_device, check_dtype, check_precise, 
 from ..segments import statistics
 from ..specs import Provenance
 from .signals import preset
-from .statistics import shared_by
+from .statistics import fit_scopes, shared_by
 
 
 class AresTargets(NamedTuple):
@@ -112,23 +112,17 @@ def ares_targets(
     check_difficulty(difficulty, counts)
     _check_state(state, counts)
     check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
-    is_code = check_compat(compat)
-    values, weights = counts, None
-    with shared_by(process_group):
-        if is_code:
-            group = statistics(counts, group_ids, backend=backend)
-            values = torch.where(torch.isfinite(counts), group.mean.float(), torch.nan)
-            weights = (1 / group.members.clamp(min=1)).float()
-        mean, count = _by_difficulty(values, difficulty, weights, backend)
-    last, seen = state.target.detach(), count > 0
-    if is_code:
-        target = mean.round()
-        sign = mean.new_ones(3)
-        sign[2:] = -1.0
-        alpha = (state.alpha.detach() + rate * sign * (mean - target)).clamp(0.0, most)
-        return AresTargets(torch.where(seen, target, last).float(), torch.where(seen, alpha, state.alpha).float())
-    moved = torch.where(last.isnan(), mean, memory * last + (1 - memory) * mean)
-    return AresTargets(torch.where(seen, moved, last).float(), state.alpha.detach())
+    last, alpha = state.target.detach(), state.alpha.detach()
+    if not check_compat(compat):
+        found = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)
+        moved = torch.where(last.isnan(), found.mean, memory * last + (1 - memory) * found.mean)
+        return AresTargets(torch.where(found.members > 0, moved, last).float(), alpha)
+    mean, seen = _means_of_prompts(counts, difficulty, group_ids, process_group, backend)
+    target = mean.round()
+    sign = mean.new_ones(3)
+    sign[2:] = -1.0
+    moved = (alpha + rate * sign * (mean - target)).clamp(0.0, most)
+    return AresTargets(torch.where(seen, target, last).float(), torch.where(seen, moved, alpha).float())
 
 
 @preset(Provenance.PAPER)
@@ -155,12 +149,9 @@ def ares_scales(
     check_units(counts=counts)
     check_difficulty(difficulty, counts)
     _check_three("target", target, counts)
-    padded, ids, mask = _padded(counts, difficulty)
-    with shared_by(process_group):
-        found = statistics(padded, ids, mask=mask, backend=backend)
-    mean, squares, members = (each[-3:] for each in (found.mean, found.squares, found.members))
-    variance = squares / members.clamp(min=1)
-    scale = torch.where(variance > 0, (mean - target.detach()) / variance, 0.0)
+    found = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)
+    variance = found.squares / found.members.clamp(min=1)
+    scale = torch.where(variance > 0, (found.mean - target.detach()) / variance, 0.0)
     return known(scale).clamp(min=0).float()
 
 
@@ -239,21 +230,23 @@ def check_difficulty(difficulty: torch.Tensor, rows: torch.Tensor) -> None:
     check_device("difficulty", difficulty, rows.device, "the rows")
 
 
-def _padded(values: torch.Tensor, difficulty: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, difficulties and members, with one more unit for each difficulty, which is none."""
-    extra = torch.arange(3, device=values.device)
-    pad = torch.nn.functional.pad
-    return pad(values, (0, 3)), torch.cat((difficulty.to(torch.int64), extra)), pad(torch.isfinite(values), (0, 3))
-
-
-def _by_difficulty(
-    values: torch.Tensor, difficulty: torch.Tensor, weights: torch.Tensor | None, backend: str | None
+def _means_of_prompts(
+    counts: torch.Tensor,
+    difficulty: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    process_group: torch.distributed.ProcessGroup | None,
+    backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean, and the number of members, of each difficulty ``[3]`` float64."""
-    padded, ids, mask = _padded(values, difficulty)
-    weights = None if weights is None else torch.nn.functional.pad(weights, (0, 3))
-    found = statistics(padded, ids, weights=weights, mask=mask, backend=backend)
-    return found.mean[-3:], found.members[-3:]
+    """The mean over the prompts of each difficulty of their mean count ``[3]`` float64, and whether there is one."""
+    with shared_by(process_group):
+        group = statistics(counts, group_ids, backend=backend)
+        means = torch.where(torch.isfinite(counts), group.mean.float(), torch.nan)
+        shares = (1 / group.members.clamp(min=1)).float()
+        # One more unit for each difficulty, which is no member, gives it an entry.
+        ids = torch.cat((difficulty.to(torch.int64), torch.arange(3, device=counts.device)))
+        means, shares = (torch.nn.functional.pad(each, (0, 3), value=torch.nan) for each in (means, shares))
+        found = statistics(means, ids, weights=shares, backend=backend)
+    return found.mean[-3:], found.members[-3:] > 0
 
 
 def _at(of_difficulty: torch.Tensor, difficulty: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,12 @@ import torch
 import torch.distributed
 
 from ..batch import PackedBatch, row_counts
-from ..checks import check, check_device, check_precise, check_scalar, check_tokens
+from ..checks import check, check_scalar, check_tokens
 from ..distributed import gather
 from ..gates.inputs import of_row, valid_tokens
 from ..specs import OrderRule, Provenance
 from .aggregates import Window, window_aggregate
-from .rewards import check_difficulty
+from .rewards import at_difficulty, check_difficulty, check_three
 from .scopes import quantiles
 from .selection import Selection
 from .signals import preset, read
@@ -181,11 +181,8 @@ def ares_penalty_weights(
     """
     check_tokens(batch, mask=mask)
     check_difficulty(difficulty, batch.cu_seqlens[1:])
-    check_precise("beta", beta, "use beta.float()")
-    check(tuple(beta.shape) == (3,), "beta: expected shape [3] (one per difficulty), got {}", list(beta.shape))
-    check_device("beta", beta, batch.device, "the batch")
-    known = (difficulty >= 0) & (difficulty < 3)
-    of_rows = torch.where(known, beta.detach()[difficulty.clamp(0, 2)], 0.0)
+    check_three("beta", beta, batch.cu_seqlens)
+    of_rows = at_difficulty(beta, difficulty, 0.0).to(beta.dtype)
     of_token = of_row(of_rows, batch.row_of_token(), 0.0)
     weight = torch.where(mask, relief * of_token, of_token)
     return Selection(kl_weight=torch.where(valid_tokens(batch), weight, 0.0))

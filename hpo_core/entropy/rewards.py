@@ -148,7 +148,7 @@ def ares_scales(
     """
     check_units(counts=counts)
     check_difficulty(difficulty, counts)
-    _check_three("target", target, counts)
+    check_three("target", target, counts)
     found = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)
     variance = found.squares / found.members.clamp(min=1)
     scale = torch.where(variance > 0, (found.mean - target.detach()) / variance, 0.0)
@@ -171,11 +171,11 @@ def ares_rewards(
     """
     check_units(counts=counts, is_correct=is_correct)
     check_difficulty(difficulty, counts)
-    _check_three("target", target, counts)
-    _check_three("scale", scale, counts)
-    excess = counts.double() - _at(target, difficulty)
+    check_three("target", target, counts)
+    check_three("scale", scale, counts)
+    excess = counts.double() - at_difficulty(target, difficulty)
     cost = torch.where(difficulty == 0, excess, torch.where(difficulty == 1, excess.abs(), -excess)).clamp(min=0)
-    penalty = known(_at(scale, difficulty) * cost)
+    penalty = known(at_difficulty(scale, difficulty) * cost)
     return torch.where(is_correct, 1.0, -penalty).float()
 
 
@@ -205,8 +205,8 @@ def ares_entropy_reward(
         number = torch.full_like(counts, hard, dtype=torch.float64)
         return number.masked_fill(difficulty == 1, medium).masked_fill(difficulty == 0, easy)
 
-    target = _at(state.target, difficulty)
-    cap = _at(state.alpha, difficulty) * of(1.0, 1.0, 1.2)
+    target = at_difficulty(state.target, difficulty)
+    cap = at_difficulty(state.alpha, difficulty) * of(1.0, 1.0, 1.2)
     margin = (of(0.15, 0.25, 0.35) * target.clamp(min=1)).clamp(min=1)
     kappa, temp = of(2.0, 3.0, 4.0), of(2.0, 2.5, 3.0)
     distance = counts.double() - target
@@ -249,18 +249,19 @@ def _means_of_prompts(
     return found.mean[-3:], found.members[-3:] > 0
 
 
-def _at(of_difficulty: torch.Tensor, difficulty: torch.Tensor) -> torch.Tensor:
-    """A number of each difficulty ``[3]`` at the rows ``[S]``; NaN at a row without one."""
+def at_difficulty(numbers: torch.Tensor, difficulty: torch.Tensor, nowhere: float = torch.nan) -> torch.Tensor:
+    """The numbers of difficulties ``[3]`` at the rows ``[S]`` float64, ``nowhere`` at a row without one."""
     inside = (difficulty >= 0) & (difficulty < 3)
-    return torch.where(inside, of_difficulty.detach().double()[difficulty.clamp(0, 2)], torch.nan)
+    return torch.where(inside, numbers.detach().double()[difficulty.clamp(0, 2)], nowhere)
 
 
-def _check_three(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+def check_three(name: str, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+    """Check a tensor of one value per difficulty against one of one value per row."""
     check_precise(name, tensor, f"use {name}.float()")
     check_shape(name, tensor, (3,), "[3] (one per difficulty)")
-    check_device(name, tensor, like.device, "counts")
+    check_device(name, tensor, rows.device, "the rows")
 
 
 def _check_state(state: AresTargets, like: torch.Tensor) -> None:
     for name, tensor in state._asdict().items():
-        _check_three(name, tensor, like)
+        check_three(name, tensor, like)

@@ -147,10 +147,9 @@ def entropy_change(
     """
     given = read(batch, logp=logp, old_logp=old_logp, entropy=entropy)
     own = given.values.clamp(max=0)
-    older, spread = (torch.where(given.usable, each.detach().double(), 0.0) for each in (old_logp, entropy))
-    ratio = torch.exp((own - older).clamp(-SATURATION, SATURATION))
-    change = advantages_of_tokens(advantages, batch, advantage_level) * ratio * -torch.expm1(own) * (own + spread)
-    return given.result(change, 0.0)
+    ratio = torch.exp((own - given.also(old_logp)).clamp(-SATURATION, SATURATION))
+    change = advantages_of_tokens(advantages, batch, advantage_level) * ratio * -torch.expm1(own)
+    return given.result(change * (own + given.also(entropy)), 0.0)
 
 
 @preset(Provenance.VERIFIED)

@@ -91,6 +91,19 @@ def test_advantages():
     close(E.ucas(own, confidence, LOGP * 10, BATCH), expected, 3e-6)
 
 
+def test_agents():
+    """WillDreamer/ARLArena: compute_EMPG_advantage, whose rows are steps; the factor of compute_policy_loss_aepo."""
+    offsets, of_steps = torch.tensor([0, 3, 5, 6, 9, 11]), torch.tensor([1.2, 1.2, 1.2, -0.8, -0.8])
+    steps = hpo.PackedBatch(offsets, cu_steps=offsets, trajectory_ids=torch.tensor([7, 7, 7, 3, 3]))
+    entropy = torch.tensor([0.1, 0.3, 0.2, 0.5, 0.7, 1.2, 0.4, 0.4, 0.4, 0.9, 0.1])
+    close(E.empg(of_steps, entropy, steps, zeta=0.1), [1.36612, 0.786065, 0.244894, -1.20481, -1.192269])
+    factors = [
+        .850898, .872103, 1.338604, 1.211376, 1.168967, 1.126558, .838176, .842416, .833935, .846657, .99933, .838176,
+        .833935, 1.465831, .842416, .838176, 1.084149, .956921, 1.211376,
+    ]  # fmt: skip
+    close(E.aepo_ruc(SHARED, BATCH).advantage_factor, factors)
+
+
 def test_the_penalty_of_ares():
     """shawn0728/ARES: _update_beta_per_bucket with an interval of 2 and a rate of 1."""
     state = E.AresPenalty.start(3)

@@ -66,7 +66,7 @@ def entropy_advantage(
     return Selection(advantage_addend=given.result(addend, 0.0))
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def aepo_ruc(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -77,7 +77,7 @@ def aepo_ruc(
     backend: str | None = None,
 ) -> Selection:
     """AEPO's entropy-aware advantage: ``A (1 + alpha z)``, ``z = (H - mean) / std``, ddof 1 (arXiv 2510.14545; its
-    code as others describe it). Returns a :class:`Selection` with a factor.
+    code as WillDreamer/ARLArena adapts it). Returns a :class:`Selection` with a factor.
 
     Args:
         entropy: ``[T]`` in nats, of the current policy.

@@ -104,6 +104,21 @@ def test_agents():
     close(E.aepo_ruc(SHARED, BATCH).advantage_factor, factors)
 
 
+def test_gtpo():
+    """teilomillet/textpolicy: compute_gtpo_shaped_rewards, normalize_gtpo_advantages."""
+    is_correct = torch.tensor([False, False, True])
+    rewards = [
+        -1.177778, -1.033333, -1.001653, -1.125, -1.007229, -1.005556, -1.1, -1.1, -1.1, -1.1, -1.022222, -1.166667,
+        -1.198347, -1.075, -1.192771, -1.194444, 1.1, 1.1, 1.1,
+    ]  # fmt: skip
+    close(E.gtpo(is_correct, SHARED, BATCH, normalised=False), rewards)
+    advantages = [
+        -1.123839, 0.963289, 1.42105, -0.361235, 1.340479, 1.364659, 0, 0, 0, 0, 1.123835, -0.96329, -1.421052,
+        0.361231, -1.340482, -1.364661, 0, 0, 0,
+    ]  # fmt: skip
+    close(E.gtpo(is_correct, SHARED, BATCH), advantages, 5e-6)
+
+
 def test_the_penalty_of_ares():
     """shawn0728/ARES: _update_beta_per_bucket with an interval of 2 and a rate of 1."""
     state = E.AresPenalty.start(3)

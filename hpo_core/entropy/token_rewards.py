@@ -17,7 +17,7 @@ from .statistics import means_of_segments
 _LEAST = 1e-8  # of an entropy whose inverse is taken
 
 
-@preset(Provenance.PAPER, level="token")
+@preset(Provenance.VERIFIED, level="token")
 def gtpo(
     is_correct: torch.Tensor,
     entropy: torch.Tensor,

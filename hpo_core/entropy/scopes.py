@@ -168,11 +168,7 @@ def top_k(
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if _stays_with_its_rank(batch, scope):
         process_group = None
-    if isinstance(scope, str) and scope == "call" and scopes is None and uid is None and process_group is None:
-        segments = ops.segments_of_call(batch.cu_seqlens, flat.numel())
-        scoping = _Scoping(segments, torch.zeros_like(segments[1:]), 1, None)
-    else:
-        scoping = _scoping(batch, scope, scopes, process_group)
+    scoping = _scoping(batch, scope, scopes, process_group, by_row=uid is not None)
     wanted = _counts(k, scoping.scopes, batch)
     if uid is not None:
         uid = _integers("uid", uid, batch.rows, "[S] (one per row)", batch)
@@ -257,8 +253,10 @@ def _scoping(
     scope: str | torch.Tensor,
     scopes: int | None,
     group: torch.distributed.ProcessGroup | None = None,
+    by_row: bool = False,
 ) -> _Scoping:
-    """The scopes of this name, or those with these ids of rows. Ranks of a group number the same ids alike."""
+    """The scopes of this name, or those with these ids of rows. Ranks of a group number the same ids alike. The call
+    is one segment, unless its rows have to be told apart."""
     if isinstance(scope, torch.Tensor):
         ids = _integers("scope", scope, batch.rows, "[S] (one per row)", batch)
         check(scopes is None or scopes >= 0, "scopes: expected a count >= 0, got {}", scopes)
@@ -275,7 +273,8 @@ def _scoping(
         assert batch.group_ids is not None
         return _Scoping(batch.cu_seqlens, *_numbers(batch.group_ids, group), None)
     if scope == "call":
-        return _Scoping(batch.cu_seqlens, torch.zeros_like(batch.cu_seqlens[1:]), 1, None)
+        segments = batch.cu_seqlens if by_row else ops.segments_of_call(batch.cu_seqlens, batch.total_tokens)
+        return _Scoping(segments, torch.zeros_like(segments[1:]), 1, None)
     return _Scoping(batch.cu_seqlens, None, batch.rows, None)
 
 

@@ -213,7 +213,7 @@ def hapo_advantages(
         compat: "code": GRPO's advantages for every group in which one of these reaches 5. The code looks at padding,
             too, whose reward is 0; here every group has some.
 
-    The deviation is biased (ddof 0), as in the code. Equal rewards give 0, and so does a group of one, for which the code
+    The deviation is biased (ddof 0), as in the code. Equal rewards give 0, and so does a group of one, where the code
     keeps the reward.
 
     >>> hapo_advantages(torch.tensor([1.0, 0.0, 0.0]), None, torch.tensor([4.0, 2.0, 6.0]))

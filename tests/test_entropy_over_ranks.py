@@ -121,7 +121,7 @@ COLLECTIVES = {
     "forking_tokens": HISTOGRAMS, "ares": HISTOGRAMS, "less_tokens": HISTOGRAMS,
     "fit_pivot": {"all_reduce": 3, "all_gather": 4}, "hapo": {"all_reduce": 3, "all_gather": 4},
     "ares_windows": {"all_gather": 4}, "ares_next_windows": {"all_gather": 2}, "aepo_ruc": {"all_gather": 2},
-    "steer": {"all_gather": 2}, "covariance": {"all_gather": 4}, "hicra_tokens": {"all_reduce": 2, "all_gather": 2},
+    "steer": {"all_gather": 2}, "covariance": {"all_gather": 4}, "hicra_tokens": {"all_gather": 2},
     "d3s_tokens": {"all_reduce": 4, "all_gather": 2}, "ares_difficulty": {"all_gather": 2}, "archer": {},
     "siren_tokens": {}, "ulorl": {}, "erc": {}, "gtpo": {"all_gather": 8}, "empg": {"all_gather": 6},
 }  # fmt: skip

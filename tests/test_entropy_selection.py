@@ -88,6 +88,7 @@ def test_keeps_every_promise_of_order_statistics(backend):
 def test_index_is_exact_where_floats_fail(backend):
     """Quantiles are every k / 10 and k / 20; floats first fail at 0.7 of 11 tokens."""
     assert math.ceil((1 - 0.7) * 10) == 4 and forking_tokens("0.7").quantile * 10 == 3
+    assert forking_tokens(Fraction(1, 2**31)).quantile.denominator == 2**31  # the bound of every share
     for n in (2, 11, 21, 101):
         ascending = torch.arange(n).float()
         for denominator in (10, 20):

@@ -36,6 +36,15 @@ def test_hapo():
     close(got, [1.002068, 1.026114, 1.05, 1.003352, 1.012043])
 
 
+def test_hapo_advantages():
+    """starriver030515/HAPO: compute_hapo_outcome_advantage, whose last group falls back for what its padding has."""
+    rewards = torch.tensor([1.0, 0.0, 0.0, *[0.0] * 29, 1.0, 4.0, 5.0])
+    groups, lengths = torch.tensor([7] * 3 + [3] * 30 + [5] * 2), torch.tensor([4.0, 2.0, 6.0, *[1.0] * 32])
+    got = E.hapo_advantages(rewards, groups, lengths, compat="code")
+    expected = [1.414214, -0.707107, -0.707107, *[-0.182574] * 29, 5.294649, -0.707107, 0.707107]
+    close(got, expected, 1e-4)
+
+
 def test_archer_and_siren():
     """wizard-III/ArcherCodeR: the masks of dp_actor; Linn3a/siren: mask_by_quantile, agg_loss."""
     assert places(E.archer(SHARED, BATCH, compat="code").bounds[1] > 1.3) == [2, 3, 13, 18]
@@ -80,6 +89,34 @@ def test_advantages():
         -.500296, -.520296, -.485296, -.505296, -.499097, -.464097, -.484097,
     ]  # fmt: skip
     close(E.ucas(own, confidence, LOGP * 10, BATCH), expected, 3e-6)
+
+
+def test_agents():
+    """WillDreamer/ARLArena: compute_EMPG_advantage, whose rows are steps; the factor of compute_policy_loss_aepo."""
+    offsets, of_steps = torch.tensor([0, 3, 5, 6, 9, 11]), torch.tensor([1.2, 1.2, 1.2, -0.8, -0.8])
+    steps = hpo.PackedBatch(offsets, cu_steps=offsets, trajectory_ids=torch.tensor([7, 7, 7, 3, 3]))
+    entropy = torch.tensor([0.1, 0.3, 0.2, 0.5, 0.7, 1.2, 0.4, 0.4, 0.4, 0.9, 0.1])
+    close(E.empg(of_steps, entropy, steps, zeta=0.1), [1.36612, 0.786065, 0.244894, -1.20481, -1.192269])
+    factors = [
+        .850898, .872103, 1.338604, 1.211376, 1.168967, 1.126558, .838176, .842416, .833935, .846657, .99933, .838176,
+        .833935, 1.465831, .842416, .838176, 1.084149, .956921, 1.211376,
+    ]  # fmt: skip
+    close(E.aepo_ruc(SHARED, BATCH).advantage_factor, factors)
+
+
+def test_gtpo():
+    """teilomillet/textpolicy: compute_gtpo_shaped_rewards, normalize_gtpo_advantages."""
+    is_correct = torch.tensor([False, False, True])
+    rewards = [
+        -1.177778, -1.033333, -1.001653, -1.125, -1.007229, -1.005556, -1.1, -1.1, -1.1, -1.1, -1.022222, -1.166667,
+        -1.198347, -1.075, -1.192771, -1.194444, 1.1, 1.1, 1.1,
+    ]  # fmt: skip
+    close(E.gtpo(is_correct, SHARED, BATCH, normalised=False), rewards)
+    advantages = [
+        -1.123839, 0.963289, 1.42105, -0.361235, 1.340479, 1.364659, 0, 0, 0, 0, 1.123835, -0.96329, -1.421052,
+        0.361231, -1.340482, -1.364661, 0, 0, 0,
+    ]  # fmt: skip
+    close(E.gtpo(is_correct, SHARED, BATCH), advantages, 5e-6)
 
 
 def test_the_penalty_of_ares():

@@ -106,8 +106,8 @@ def window_aggregate(
     batch = as_batch(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     rules = (BOUNDARIES[window.boundary], INVALID[window.invalid], backend, _AGGREGATES[window.aggregate])
-    score = ops.window_score(flat, batch.mask, batch.once(PackedBatch.spans), window.first, window.last, *rules)
-    return score.reshape(values.shape)
+    spans = batch.once(PackedBatch.spans)
+    return ops.window_score(flat, batch.mask, spans, window.first, window.last, *rules).reshape(values.shape)
 
 
 @examines
@@ -129,8 +129,7 @@ def window_mean(
     >>> window_mean(torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0]), batch, 0, 1)
     tensor([2., 4., -inf, 8., -inf])
     """
-    window = Window(int(first), int(last), boundary=boundary, invalid=invalid)
-    return window_aggregate(values, batch, window, backend=backend)
+    return window_aggregate(values, batch, Window(first, last, "mean", boundary, invalid), backend=backend)
 
 
 def flat_values(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool) -> torch.Tensor:

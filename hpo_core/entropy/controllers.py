@@ -111,15 +111,21 @@ def entropic(
     return ControlledCoefficient(total, proportional * error + integral_gain * total)
 
 
-@preset(Provenance.PAPER)
-def target_temperature(entropy: torch.Tensor, *, target: float = 0.5, low: float, high: float) -> torch.Tensor:
+@preset(Provenance.VERIFIED)
+def target_temperature(
+    entropy: torch.Tensor, *, target: float = 0.5, low: float = 0.8, high: float = 1.2
+) -> torch.Tensor:
     """Arbitrary-entropy policy optimisation: the temperature of the regulariser's samples is ``high`` while the mean
-    entropy is at most its target, and ``low`` above, 0-dim (arXiv 2510.08141; 0.5 in its code).
+    entropy is at most its target, and ``low`` above, 0-dim (arXiv 2510.08141; repository 597358816/AEPO, which has the
+    numbers).
 
-    Its loss is GRPO's plus a coefficient times REINFORCE on successful samples of that temperature. No temperatures are
-    stated. It has no state: where the entropy is NaN it is ``low``.
+    Its loss is GRPO's plus a coefficient times REINFORCE on successful samples of that temperature. It has no state:
+    where the entropy is NaN it is ``low``.
 
-    >>> target_temperature(torch.tensor(0.3), low=0.8, high=1.2)
+    Args:
+        entropy: 0-dim, the mean of the last step; 0 in the first.
+
+    >>> target_temperature(torch.tensor(0.3))
     tensor(1.2000)
     """
     _check_scalars(entropy=entropy)

@@ -14,12 +14,12 @@ import torch
 import torch.distributed
 
 from ..batch import PackedBatch, row_counts
-from ..checks import check, check_device, check_precise, check_scalar, check_tokens
+from ..checks import check, check_scalar, check_tokens
 from ..distributed import gather
 from ..gates.inputs import of_row, valid_tokens
 from ..specs import OrderRule, Provenance
 from .aggregates import Window, window_aggregate
-from .rewards import check_difficulty
+from .rewards import at_difficulty, check_difficulty, check_three
 from .scopes import quantiles
 from .selection import Selection
 from .signals import preset, read
@@ -54,11 +54,10 @@ def ares_windows(
     >>> ares_windows(entropy, PackedBatch.from_lengths([6]), width=2, of_windows=True)
     tensor([False, False,  True, False, False, False])
     """
-    given = read(batch, entropy=entropy)
-    values = torch.where(given.usable, entropy.detach(), torch.nan)
-    means = window_aggregate(values, batch, Window.forward(width), backend=backend)
-    compared = torch.where(torch.isfinite(means), means, torch.nan) if of_windows else values
-    of_rows = quantiles(compared, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
+    read(batch, entropy=entropy)
+    means = window_aggregate(entropy, batch, Window.forward(width), backend=backend)
+    measured = means if of_windows else entropy
+    of_rows = quantiles(measured, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
     ids = torch.zeros_like(batch.cu_seqlens[1:]) if batch.group_ids is None else batch.group_ids.to(torch.int64)
     threshold = _fitted_in_order(of_rows, ids, process_group, backend).at(ids)
     of_group = torch.where(threshold.members > 0, threshold.mean.to(means.dtype), torch.inf)
@@ -107,14 +106,13 @@ def ares_threshold(
     tensor(0.5027)
     """
     check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
-    given = read(batch, entropy=entropy)
-    values = torch.where(given.usable, entropy.detach(), torch.nan)
-    carried = window_aggregate(values, batch, Window.forward_exclusive(width, boundary="carry"), backend=backend)
-    carried = torch.where(torch.isfinite(carried), carried, torch.nan)
+    read(batch, entropy=entropy)
+    carried = window_aggregate(entropy, batch, Window.forward_exclusive(width, boundary="carry"), backend=backend)
     of_rows = quantiles(carried, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
     if process_group is not None:
         of_rows = torch.cat(gather(of_rows, process_group))
-    median = _median(of_rows)
+    rows = of_rows[None]  # as tokens of one row
+    median = quantiles(rows, torch.isfinite(rows), "0.5", rule=OrderRule.LINEAR, backend=backend).reshape(())
     if state is None:
         return median
     check_scalar("state", state, entropy.device, "entropy")
@@ -183,21 +181,8 @@ def ares_penalty_weights(
     """
     check_tokens(batch, mask=mask)
     check_difficulty(difficulty, batch.cu_seqlens[1:])
-    check_precise("beta", beta, "use beta.float()")
-    check(tuple(beta.shape) == (3,), "beta: expected shape [3] (one per difficulty), got {}", list(beta.shape))
-    check_device("beta", beta, batch.device, "the batch")
-    known = (difficulty >= 0) & (difficulty < 3)
-    of_rows = torch.where(known, beta.detach()[difficulty.clamp(0, 2)], 0.0)
+    check_three("beta", beta, batch.cu_seqlens)
+    of_rows = at_difficulty(beta, difficulty, 0.0).to(beta.dtype)
     of_token = of_row(of_rows, batch.row_of_token(), 0.0)
     weight = torch.where(mask, relief * of_token, of_token)
     return Selection(kl_weight=torch.where(valid_tokens(batch), weight, 0.0))
-
-
-def _median(values: torch.Tensor) -> torch.Tensor:
-    """The median of the finite values, 0-dim, the mean of the two in the middle of an even number; NaN without any."""
-    finite = torch.isfinite(values)
-    ordered = torch.where(finite, values, torch.inf).sort().values
-    ordered = torch.cat((ordered, ordered.new_full((1,), torch.inf)))
-    count = finite.sum().reshape(1)  # a 0-dim index would be read on the host
-    low, high = (ordered[at.clamp(min=0)] for at in ((count - 1) // 2, count // 2))
-    return torch.where(count > 0, 0.5 * (low + high), torch.nan).reshape(())

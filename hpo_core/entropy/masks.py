@@ -115,10 +115,7 @@ def ulorl(
     """
     check(0 < probability <= 1, "probability: expected a number in (0, 1], got {}", probability)
     check_rows(batch, is_correct=is_correct)
-    given, policy = read(batch, entropy=entropy), read(batch, logp=logp)
-    both = given._replace(usable=given.usable & policy.usable, broken=given.broken | policy.broken)
-    row = batch.row_of_token()
-    mean = means_of_segments(given.values, row, batch.rows, both.usable, backend)
+    given, row = read(batch, entropy=entropy, logp=logp), batch.row_of_token()
+    mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
     settled = of_row(is_correct & (mean < sigma), row, False)
-    mastered = settled & (policy.values >= math.log(probability))
-    return both.selected(~mastered)
+    return given.selected(~(settled & (given.also(logp) >= math.log(probability))))

@@ -86,21 +86,19 @@ def hapo_redistribution(
     >>> hapo_redistribution(entropy, ratio.log(), torch.zeros(7), batch).advantage_factor
     tensor([0.0000, 0.2000, 0.4000, 0.6000, 0.8000, 1.0000, 2.0000])
     """
-    given, state = _read(entropy, batch, state, backend)
-    policies = read(batch, logp=logp, old_logp=old_logp)
-    older = torch.where(policies.usable, old_logp.detach().double(), 0.0)
-    ratio = torch.exp((policies.values - older).clamp(-SATURATION, SATURATION))
+    _, state = _read(entropy, batch, state, backend)
+    given = read(batch, entropy=entropy, logp=logp, old_logp=old_logp)
+    ratio = torch.exp((given.also(logp) - given.also(old_logp)).clamp(-SATURATION, SATURATION))
     if bounds is None:
         is_inside = (ratio >= 1 - eps[0] / 2) & (ratio <= 1 + eps[1] / 2)
     else:
         for bound in bounds:
             check_tokens(batch, bounds=bound)
-        low, high = (torch.where(given.usable, bound.detach().double(), 1.0) for bound in bounds)
+        low, high = map(given.also, bounds)
         is_inside = (ratio > (1 + low) / 2) & (ratio < (1 + high) / 2)
     h = _relative(given, state, compat)
     factor = torch.where((h > 0) ^ is_inside, 1 + beta * h, 1.0)
-    both = given._replace(usable=given.usable & policies.usable, broken=given.broken | policies.broken)
-    return Selection(advantage_factor=both.result(factor, 1.0))
+    return Selection(advantage_factor=given.result(factor, 1.0))
 
 
 @preset(Provenance.VERIFIED)

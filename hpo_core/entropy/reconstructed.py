@@ -49,6 +49,10 @@ def dcpo_regulariser(
 
     The method adds ``coefficient`` times a second policy loss, with successful responses' rewards as advantages and
     these weights, to GRPO's: a REINFORCE term under the target distribution, without a sample of it.
+    Code of the same name (repository 597358816/AEPO at b353a05) has these weights in one loss, with the advantage
+    ``(1 - c) A + c rho`` of right and ``(1 - c) A`` of wrong responses, ``c = a / (a + 1)``, a the distance of the
+    entropy from its target, at most 0.1, over the share of right responses: a ``Selection`` with that factor and
+    addend.
 
     Args:
         target_logp: ``[T]``, of the old policy at the target's temperature: ``token_logprobs(..., temperature=T)``.
@@ -64,9 +68,8 @@ def dcpo_regulariser(
     """
     check(ratio_cap >= 1, "ratio_cap: expected a ratio >= 1, got {}", ratio_cap)
     given = read(batch, target_logp=target_logp, old_logp=old_logp)
-    older = torch.where(given.usable, old_logp.detach().double(), 0.0)
-    ratio = torch.exp((given.values - older).clamp(-SATURATION, SATURATION)).clamp(max=ratio_cap)
-    return Selection(weight=given.result(ratio, 1.0))
+    ratio = torch.exp((given.values - given.also(old_logp)).clamp(-SATURATION, SATURATION))
+    return Selection(weight=given.result(ratio.clamp(max=ratio_cap), 1.0))
 
 
 @preset(Provenance.RECONSTRUCTED)
@@ -99,7 +102,7 @@ def erc(
     """
     check_epsilons(eps_low, eps_high, finite=True)
     given = read(batch, entropy=entropy, old_entropy=old_entropy)
-    older = torch.where(given.usable, old_entropy.detach().double(), 0.0)
+    older = given.also(old_entropy)
     inside = (given.values > (1 - eps_low) * older) & (given.values < (1 + eps_high) * older)
     return given.selected(inside | (given.values == older))
 

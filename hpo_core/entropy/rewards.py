@@ -17,7 +17,7 @@ from ..checks import INTEGERS, check, check_device, check_dtype, check_precise, 
 from ..segments import statistics
 from ..specs import Provenance
 from .signals import preset
-from .statistics import shared_by
+from .statistics import fit_scopes, shared_by
 
 
 class AresTargets(NamedTuple):
@@ -112,23 +112,17 @@ def ares_targets(
     check_difficulty(difficulty, counts)
     _check_state(state, counts)
     check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
-    is_code = check_compat(compat)
-    values, weights = counts, None
-    with shared_by(process_group):
-        if is_code:
-            group = statistics(counts, group_ids, backend=backend)
-            values = torch.where(torch.isfinite(counts), group.mean.float(), torch.nan)
-            weights = (1 / group.members.clamp(min=1)).float()
-        mean, count = _by_difficulty(values, difficulty, weights, backend)
-    last, seen = state.target.detach(), count > 0
-    if is_code:
-        target = mean.round()
-        sign = mean.new_ones(3)
-        sign[2:] = -1.0
-        alpha = (state.alpha.detach() + rate * sign * (mean - target)).clamp(0.0, most)
-        return AresTargets(torch.where(seen, target, last).float(), torch.where(seen, alpha, state.alpha).float())
-    moved = torch.where(last.isnan(), mean, memory * last + (1 - memory) * mean)
-    return AresTargets(torch.where(seen, moved, last).float(), state.alpha.detach())
+    last, alpha = state.target.detach(), state.alpha.detach()
+    if not check_compat(compat):
+        found = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)
+        moved = torch.where(last.isnan(), found.mean, memory * last + (1 - memory) * found.mean)
+        return AresTargets(torch.where(found.members > 0, moved, last).float(), alpha)
+    mean, seen = _means_of_prompts(counts, difficulty, group_ids, process_group, backend)
+    target = mean.round()
+    sign = mean.new_ones(3)
+    sign[2:] = -1.0
+    moved = (alpha + rate * sign * (mean - target)).clamp(0.0, most)
+    return AresTargets(torch.where(seen, target, last).float(), torch.where(seen, moved, alpha).float())
 
 
 @preset(Provenance.PAPER)
@@ -154,13 +148,10 @@ def ares_scales(
     """
     check_units(counts=counts)
     check_difficulty(difficulty, counts)
-    _check_three("target", target, counts)
-    padded, ids, mask = _padded(counts, difficulty)
-    with shared_by(process_group):
-        found = statistics(padded, ids, mask=mask, backend=backend)
-    mean, squares, members = (each[-3:] for each in (found.mean, found.squares, found.members))
-    variance = squares / members.clamp(min=1)
-    scale = torch.where(variance > 0, (mean - target.detach()) / variance, 0.0)
+    check_three("target", target, counts)
+    found = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)
+    variance = found.squares / found.members.clamp(min=1)
+    scale = torch.where(variance > 0, (found.mean - target.detach()) / variance, 0.0)
     return known(scale).clamp(min=0).float()
 
 
@@ -180,11 +171,11 @@ def ares_rewards(
     """
     check_units(counts=counts, is_correct=is_correct)
     check_difficulty(difficulty, counts)
-    _check_three("target", target, counts)
-    _check_three("scale", scale, counts)
-    excess = counts.double() - _at(target, difficulty)
+    check_three("target", target, counts)
+    check_three("scale", scale, counts)
+    excess = counts.double() - at_difficulty(target, difficulty)
     cost = torch.where(difficulty == 0, excess, torch.where(difficulty == 1, excess.abs(), -excess)).clamp(min=0)
-    penalty = known(_at(scale, difficulty) * cost)
+    penalty = known(at_difficulty(scale, difficulty) * cost)
     return torch.where(is_correct, 1.0, -penalty).float()
 
 
@@ -214,8 +205,8 @@ def ares_entropy_reward(
         number = torch.full_like(counts, hard, dtype=torch.float64)
         return number.masked_fill(difficulty == 1, medium).masked_fill(difficulty == 0, easy)
 
-    target = _at(state.target, difficulty)
-    cap = _at(state.alpha, difficulty) * of(1.0, 1.0, 1.2)
+    target = at_difficulty(state.target, difficulty)
+    cap = at_difficulty(state.alpha, difficulty) * of(1.0, 1.0, 1.2)
     margin = (of(0.15, 0.25, 0.35) * target.clamp(min=1)).clamp(min=1)
     kappa, temp = of(2.0, 3.0, 4.0), of(2.0, 2.5, 3.0)
     distance = counts.double() - target
@@ -239,35 +230,38 @@ def check_difficulty(difficulty: torch.Tensor, rows: torch.Tensor) -> None:
     check_device("difficulty", difficulty, rows.device, "the rows")
 
 
-def _padded(values: torch.Tensor, difficulty: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, difficulties and members, with one more unit for each difficulty, which is none."""
-    extra = torch.arange(3, device=values.device)
-    pad = torch.nn.functional.pad
-    return pad(values, (0, 3)), torch.cat((difficulty.to(torch.int64), extra)), pad(torch.isfinite(values), (0, 3))
-
-
-def _by_difficulty(
-    values: torch.Tensor, difficulty: torch.Tensor, weights: torch.Tensor | None, backend: str | None
+def _means_of_prompts(
+    counts: torch.Tensor,
+    difficulty: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    process_group: torch.distributed.ProcessGroup | None,
+    backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean, and the number of members, of each difficulty ``[3]`` float64."""
-    padded, ids, mask = _padded(values, difficulty)
-    weights = None if weights is None else torch.nn.functional.pad(weights, (0, 3))
-    found = statistics(padded, ids, weights=weights, mask=mask, backend=backend)
-    return found.mean[-3:], found.members[-3:]
+    """The mean over the prompts of each difficulty of their mean count ``[3]`` float64, and whether there is one."""
+    with shared_by(process_group):
+        group = statistics(counts, group_ids, backend=backend)
+        means = torch.where(torch.isfinite(counts), group.mean.float(), torch.nan)
+        shares = (1 / group.members.clamp(min=1)).float()
+        # One more unit for each difficulty, which is no member, gives it an entry.
+        ids = torch.cat((difficulty.to(torch.int64), torch.arange(3, device=counts.device)))
+        means, shares = (torch.nn.functional.pad(each, (0, 3), value=torch.nan) for each in (means, shares))
+        found = statistics(means, ids, weights=shares, backend=backend)
+    return found.mean[-3:], found.members[-3:] > 0
 
 
-def _at(of_difficulty: torch.Tensor, difficulty: torch.Tensor) -> torch.Tensor:
-    """A number of each difficulty ``[3]`` at the rows ``[S]``; NaN at a row without one."""
+def at_difficulty(numbers: torch.Tensor, difficulty: torch.Tensor, nowhere: float = torch.nan) -> torch.Tensor:
+    """The numbers of difficulties ``[3]`` at the rows ``[S]`` float64, ``nowhere`` at a row without one."""
     inside = (difficulty >= 0) & (difficulty < 3)
-    return torch.where(inside, of_difficulty.detach().double()[difficulty.clamp(0, 2)], torch.nan)
+    return torch.where(inside, numbers.detach().double()[difficulty.clamp(0, 2)], nowhere)
 
 
-def _check_three(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
+def check_three(name: str, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+    """Check a tensor of one value per difficulty against one of one value per row."""
     check_precise(name, tensor, f"use {name}.float()")
     check_shape(name, tensor, (3,), "[3] (one per difficulty)")
-    check_device(name, tensor, like.device, "counts")
+    check_device(name, tensor, rows.device, "the rows")
 
 
 def _check_state(state: AresTargets, like: torch.Tensor) -> None:
     for name, tensor in state._asdict().items():
-        _check_three(name, tensor, like)
+        check_three(name, tensor, like)

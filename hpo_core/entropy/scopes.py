@@ -17,6 +17,7 @@ from .. import ops
 from ..arguments import check_choice, examines
 from ..batch import PackedBatch, alone_without, as_batch, renumber, row_at
 from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, examined, require_type
+from ..gates.inputs import of_row
 from ..specs import OrderRule
 from .aggregates import flat_values
 from .ranks import common_numbers, quantiles_over_ranks, top_k_over_ranks
@@ -59,7 +60,7 @@ def segment_aggregate(
     check_choice("aggregate", aggregate, _AGGREGATES)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if isinstance(level, torch.Tensor):
-        segment, count = numbers_of(_integers("level", level, flat.numel(), "[T] (one per token)", batch), None)
+        segment, count = _numbers(_integers("level", level, flat.numel(), "[T] (one per token)", batch), None)
     else:
         check_choice("level", level, _LEVELS, " or ids [T]")
         scoping = _scoping(batch, level, None)
@@ -131,8 +132,7 @@ def quantiles(
         thresholds, _ = quantiles_over_ranks(flat, given, scoping.scopes, q, rule, process_group)
     if not expand:
         return thresholds
-    of_token = scoping.of_token(flat.numel())
-    return torch.cat((thresholds, thresholds.new_full((1,), torch.nan)))[of_token].reshape(values.shape)
+    return of_row(thresholds, scoping.of_token(flat.numel()), torch.nan).reshape(values.shape)
 
 
 @examines
@@ -168,11 +168,7 @@ def top_k(
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
     if _stays_with_its_rank(batch, scope):
         process_group = None
-    if isinstance(scope, str) and scope == "call" and scopes is None and uid is None and process_group is None:
-        segments = ops.segments_of_call(batch.cu_seqlens, flat.numel())
-        scoping = _Scoping(segments, torch.zeros_like(segments[1:]), 1, None)
-    else:
-        scoping = _scoping(batch, scope, scopes, process_group)
+    scoping = _scoping(batch, scope, scopes, process_group, by_row=uid is not None)
     wanted = _counts(k, scoping.scopes, batch)
     if uid is not None:
         uid = _integers("uid", uid, batch.rows, "[S] (one per row)", batch)
@@ -231,7 +227,7 @@ class _Scoping(NamedTuple):
         segment = self.segment_of_token(tokens)
         if self.scope_of_segment is None:
             return segment
-        scope = torch.cat((self.scope_of_segment, segment.new_full((1,), -1)))[segment]
+        scope = of_row(self.scope_of_segment, segment, -1)
         return torch.where((scope >= 0) & (scope < self.scopes), scope, -1)
 
     def segment_of_token(self, tokens: int) -> torch.Tensor:
@@ -257,25 +253,28 @@ def _scoping(
     scope: str | torch.Tensor,
     scopes: int | None,
     group: torch.distributed.ProcessGroup | None = None,
+    by_row: bool = False,
 ) -> _Scoping:
-    """The scopes of this name, or those with these ids of rows. Ranks of a group number the same ids alike."""
+    """The scopes of this name, or those with these ids of rows. Ranks of a group number the same ids alike. The call
+    is one segment, unless its rows have to be told apart."""
     if isinstance(scope, torch.Tensor):
         ids = _integers("scope", scope, batch.rows, "[S] (one per row)", batch)
         check(scopes is None or scopes >= 0, "scopes: expected a count >= 0, got {}", scopes)
-        of_row, count = (ids, scopes) if scopes is not None else numbers_of(ids, group)
+        of_row, count = (ids, scopes) if scopes is not None else _numbers(ids, group)
         return _Scoping(batch.cu_seqlens, of_row, count, None)
     check_choice("scope", scope, _SCOPES, " or ids [S]")
     check(scopes is None, "scopes: it is the number of scopes that ids name, but scope is {!r}; leave it out", scope)
     if scope == "step":
         return _steps(batch, group)
     if scope == "trajectory" and batch.trajectory_ids is not None:
-        return _Scoping(batch.cu_seqlens, *_names(batch.trajectory_ids, group), None)
+        return _Scoping(batch.cu_seqlens, *_numbers(batch.trajectory_ids, group, names_may_be_negative=True), None)
     if scope == "group":
         check(batch.group_ids is not None, "scope: 'group' needs group_ids in the batch")
         assert batch.group_ids is not None
-        return _Scoping(batch.cu_seqlens, *numbers_of(batch.group_ids, group), None)
+        return _Scoping(batch.cu_seqlens, *_numbers(batch.group_ids, group), None)
     if scope == "call":
-        return _Scoping(batch.cu_seqlens, torch.zeros_like(batch.cu_seqlens[1:]), 1, None)
+        segments = batch.cu_seqlens if by_row else ops.segments_of_call(batch.cu_seqlens, batch.total_tokens)
+        return _Scoping(segments, torch.zeros_like(segments[1:]), 1, None)
     return _Scoping(batch.cu_seqlens, None, batch.rows, None)
 
 
@@ -288,7 +287,7 @@ def _steps(batch: PackedBatch, group: torch.distributed.ProcessGroup | None) -> 
         own = number
         if group is not None:  # ranges without a name stay with their rank
             own = number * torch.distributed.get_world_size(group) + torch.distributed.get_rank(group)
-        number, count = _names(alone_without(batch.step_ids, own), group)
+        number, count = _numbers(alone_without(batch.step_ids, own), group, names_may_be_negative=True)
     if batch.cu_steps is not None:
         segments, scope = batch.cu_steps, None if batch.step_ids is None else number
     elif steps == 0:
@@ -301,17 +300,14 @@ def _steps(batch: PackedBatch, group: torch.distributed.ProcessGroup | None) -> 
     return _Scoping(segments, scope, count, row)
 
 
-def _names(ids: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> tuple[torch.Tensor, int]:
-    """Ids as 0, 1, ... in the order of their values, and at least as many as there are of them."""
-    return (renumber(ids)[0], ids.numel()) if group is None else common_numbers(ids, True, group)
-
-
-def numbers_of(ids: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> tuple[torch.Tensor, int]:
-    """Ids as 0, 1, ... in the order of their values, -1 for a negative one, and at least as many as there are."""
+def _numbers(
+    ids: torch.Tensor, group: torch.distributed.ProcessGroup | None, names_may_be_negative: bool = False
+) -> tuple[torch.Tensor, int]:
+    """Ids as 0, 1, ... in the order of their values, and at least as many as there are; -1 where an id means none."""
     if group is not None:
-        return common_numbers(ids, False, group)
-    none = ids < 0
-    number = renumber(ids.clamp(min=-1))[0]
+        return common_numbers(ids, names_may_be_negative, group)
+    none = torch.zeros_like(ids, dtype=torch.bool) if names_may_be_negative else ids < 0
+    number = renumber(torch.where(none, -1, ids))[0]
     return torch.where(none, -1, number - none.any().to(number.dtype)), ids.numel()
 
 

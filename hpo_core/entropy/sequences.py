@@ -93,7 +93,7 @@ def _means(given: Signal, batch: PackedBatch, padded: bool, backend: str | None)
     return torch.where(known_mean, mean, 0.0), torch.where(known_mean, of_group.mean, 0.0)
 
 
-@preset(Provenance.PAPER, level="step")
+@preset(Provenance.VERIFIED, level="step")
 def empg(
     advantages: torch.Tensor,
     entropy: torch.Tensor,
@@ -114,8 +114,8 @@ def empg(
         advantages: ``[S]`` of rows, spread over their steps.
         entropy: ``[T]`` in nats.
         batch: with steps.
-        k, k_next: 1 in the worked example.
-        zeta: 0.05; no number could be verified.
+        k, k_next: 1, the authors' (pseudocode of empgseed-seed.github.io).
+        zeta: 0.05, ARLArena's, a repository of others; 0.1 in the pseudocode.
 
     Where all steps have equal entropies h is 0. A step without entropies gets 0. Ranges with equal ``step_ids``, in
     several rows of a trajectory, too, are one step: one mean, one unit of statistics, the advantage of its first row.
@@ -195,7 +195,7 @@ def ucas(
     return as_advantages(torch.where(broken, torch.nan, exact), advantages, backend)
 
 
-@preset(Provenance.PAPER, level="row")
+@preset(Provenance.VERIFIED, level="row")
 def hapo_advantages(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -210,9 +210,11 @@ def hapo_advantages(
     Args:
         rewards: ``[S]``.
         lengths: ``[S]`` floating point, valid tokens of each response.
-        compat: "code": GRPO's advantages for the whole batch if one of these reaches 5.
+        compat: "code": GRPO's advantages for every group in which one of these reaches 5. The code looks at padding,
+            too, whose reward is 0; here every group has some.
 
-    The deviation is biased (ddof 0), as in the code. Equal rewards give 0.
+    The deviation is biased (ddof 0), as in the code. Equal rewards give 0, and so does a group of one, where the code
+    keeps the reward.
 
     >>> hapo_advantages(torch.tensor([1.0, 0.0, 0.0]), None, torch.tensor([4.0, 2.0, 6.0]))
     tensor([ 1.4142, -0.7071, -0.7071])
@@ -224,5 +226,6 @@ def hapo_advantages(
     own = as_advantages(own, rewards, backend)
     if not check_compat(compat):
         return own
-    usual = grpo(rewards, group_ids, backend=backend)
-    return torch.where((own.abs() >= 5).any(), usual, own)
+    farthest = torch.maximum(group.greatest.clamp(min=0) - group.mean, group.mean - group.least.clamp(max=0))
+    reaches = farthest >= 5 * (deviation + 1e-6)  # the epsilon of the code, where 25 of 26 tokens are at exactly 5
+    return torch.where(reaches, grpo(rewards, group_ids, backend=backend), own)

@@ -66,7 +66,7 @@ def entropy_advantage(
     return Selection(advantage_addend=given.result(addend, 0.0))
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def aepo_ruc(
     entropy: torch.Tensor,
     batch: PackedBatch,
@@ -77,7 +77,7 @@ def aepo_ruc(
     backend: str | None = None,
 ) -> Selection:
     """AEPO's entropy-aware advantage: ``A (1 + alpha z)``, ``z = (H - mean) / std``, ddof 1 (arXiv 2510.14545; its
-    code as others describe it). Returns a :class:`Selection` with a factor.
+    code as WillDreamer/ARLArena adapts it). Returns a :class:`Selection` with a factor.
 
     Args:
         entropy: ``[T]`` in nats, of the current policy.
@@ -147,10 +147,9 @@ def entropy_change(
     """
     given = read(batch, logp=logp, old_logp=old_logp, entropy=entropy)
     own = given.values.clamp(max=0)
-    older, spread = (torch.where(given.usable, each.detach().double(), 0.0) for each in (old_logp, entropy))
-    ratio = torch.exp((own - older).clamp(-SATURATION, SATURATION))
-    change = advantages_of_tokens(advantages, batch, advantage_level) * ratio * -torch.expm1(own) * (own + spread)
-    return given.result(change, 0.0)
+    ratio = torch.exp((own - given.also(old_logp)).clamp(-SATURATION, SATURATION))
+    change = advantages_of_tokens(advantages, batch, advantage_level) * ratio * -torch.expm1(own)
+    return given.result(change * (own + given.also(entropy)), 0.0)
 
 
 @preset(Provenance.VERIFIED)

@@ -27,6 +27,10 @@ class Signal(NamedTuple):
     broken: torch.Tensor  # [T] bool, valid tokens whose number is NaN or infinite
     dtype: torch.dtype  # of the given tensor, and of results
 
+    def also(self, other: torch.Tensor) -> torch.Tensor:
+        """Another of the tensors that were read, ``[T]`` float64, 0 where a token has none."""
+        return torch.where(self.usable, other.detach().double(), 0.0)
+
     def result(self, values: torch.Tensor, neutral: float) -> torch.Tensor:
         """Values ``[T]`` at usable tokens, ``neutral`` at masked ones, NaN at broken ones: the loss leaves a token
         without a finite factor out and counts it."""

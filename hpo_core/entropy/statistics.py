@@ -21,9 +21,8 @@ from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, ch
 from ..distributed import spanned
 from ..segments import GroupStatistics, statistics
 from ..specs import OrderRule, Provenance
-from .scopes import exact_fraction
+from .scopes import quantiles
 from .signals import preset, read
-from .window import EntropyWindow
 
 
 class ScopeStatistics(NamedTuple):
@@ -158,9 +157,8 @@ def fit_pivot(
     """
     given = read(batch, entropy=entropy)
     clamped = torch.where(given.usable, given.values, torch.nan).clamp(min=1e-8).to(entropy.dtype)
-    window = EntropyWindow("pivot", exact_fraction("quantile", quantile), rule=OrderRule.NEAREST)
-    score = torch.where(given.usable, clamped, -torch.inf)
-    pivot = window.fit_score(score, process_group=process_group, backend=backend).threshold.double()
+    rule, group = OrderRule.NEAREST, process_group
+    pivot = quantiles(clamped, batch, quantile, scope="call", rule=rule, process_group=group, backend=backend).double()
     logs = fit_scopes(clamped.log(), process_group=process_group, backend=backend).at()
     ends = fit_scopes(clamped, process_group=process_group, backend=backend).at()
     around = logs.squares / logs.members + (logs.mean - pivot.log()).square()

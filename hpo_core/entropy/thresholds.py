@@ -15,10 +15,12 @@ from ..arguments import check_compat, check_pair, examines
 from ..batch import PackedBatch, row_counts
 from ..checks import check, check_rows
 from ..gates.inputs import of_row
+from ..segments import statistics
 from ..specs import OrderRule, Provenance
-from .scopes import LARGEST_DENOMINATOR, exact_fraction, numbers_of, quantiles, segment_aggregate, top_k
+from .scopes import LARGEST_DENOMINATOR, exact_fraction, quantiles, segment_aggregate, top_k
 from .selection import Selection
 from .signals import advantages_of_tokens, preset, read
+from .statistics import shared_by
 
 
 @preset(Provenance.VERIFIED)
@@ -127,26 +129,12 @@ def hicra_tokens(
     largest = torch.where(top_k(values, batch, kept, backend=backend), values, torch.nan)
     least = segment_aggregate(largest, batch, "row", aggregate="min", expand=False, backend=backend)
     above = values.to(least.dtype) > of_row(torch.where(kept > 0, least, torch.inf), row, torch.inf)
-    is_long = _is_longer_than_the_mean(length, batch, process_group)
+    with shared_by(process_group):
+        group = statistics(length.float(), batch.group_ids, mask=length > 0, backend=backend)
+    # In integers: a mean that is rounded would decide about a row of exactly that length. No group: no mean.
+    is_long = length * group.members > (group.mean * group.members).round()
+    is_long = is_long | (group.members == 0)
     return above & of_row((advantages > 0) & is_long, row, False)
-
-
-def _is_longer_than_the_mean(
-    length: torch.Tensor, batch: PackedBatch, group: torch.distributed.ProcessGroup | None
-) -> torch.Tensor:
-    """Rows ``[S]`` bool longer than the mean of their prompt group's rows with tokens, and rows outside every group.
-    Compared in integers: the mean of a sum that is rounded would decide about a row of exactly that length."""
-    if batch.group_ids is None:
-        number, groups = torch.zeros_like(length), 1
-    else:
-        number, groups = numbers_of(batch.group_ids.to(torch.int64), group)
-    units = torch.stack((length, (length > 0).to(torch.int64)))
-    slot = torch.where(number < 0, groups, number)
-    table = units.new_zeros(2, groups + 1).scatter_add_(1, slot.expand(2, -1), units)
-    if group is not None:
-        torch.distributed.all_reduce(table, group=group)
-    total, count = table[:, slot].unbind()
-    return (length * count > total) | (number < 0)
 
 
 @preset(Provenance.PAPER)

@@ -17,7 +17,7 @@ from .statistics import means_of_segments
 _LEAST = 1e-8  # of an entropy whose inverse is taken
 
 
-@preset(Provenance.PAPER, level="token")
+@preset(Provenance.VERIFIED, level="token")
 def gtpo(
     is_correct: torch.Tensor,
     entropy: torch.Tensor,
@@ -51,22 +51,15 @@ def gtpo(
     """
     check_rows(batch, is_correct=is_correct)
     given, row = read(batch, entropy=entropy), batch.row_of_token()
-    outcome = _outcomes(is_correct, batch)
-    of_token = of_row(outcome, row, -1)
+    outcome = of_row(_outcomes(is_correct, batch), row, -1)
     right = of_row(is_correct, row, False)
-    u = torch.where(right, given.values, 1 / given.values.clamp(min=_LEAST))
     count = given.usable.to(torch.int64).cumsum(0)
     # The number of usable tokens before each row.
     before = torch.nn.functional.pad(count, (1, 0))[batch.cu_seqlens[:-1].clamp(0, count.numel())]
     position = torch.where(given.usable, count - of_row(before, row, 0), -1)
-    u = constant(u, keeps_doubles=backend == "reference")  # what is averaged: equal numbers are equal to their mean
-    at_position = statistics(u, dense_ids(of_token, position), mask=given.usable, backend=backend)
-    rewards = _rewards(u, at_position.mean, right, alpha)
-    usable = given.usable & (of_token >= 0)
-    if normalised:
-        rewards = _standardised(rewards, of_token, usable, backend)
-    exact = known(torch.where(usable, rewards.double(), 0.0))
-    return as_advantages(torch.where(given.broken, torch.nan, exact), entropy, backend)
+    sharers = dense_ids(outcome, position)
+    shared = _shared(given.values, right, sharers, outcome, given.usable & (outcome >= 0), alpha, normalised, backend)
+    return as_advantages(torch.where(given.broken, torch.nan, shared), entropy, backend)
 
 
 @preset(Provenance.PAPER, level="row")
@@ -94,15 +87,9 @@ def grpo_s(
     outcome = _outcomes(is_correct, batch)
     mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
     usable = torch.isfinite(mean) & (outcome >= 0)
-    u = torch.where(is_correct, mean, 1 / mean.clamp(min=_LEAST))
-    u = constant(u, keeps_doubles=backend == "reference")
-    group = statistics(u, outcome, mask=usable, backend=backend)
-    rewards = _rewards(u, group.mean, is_correct, alpha)
-    if normalised:
-        rewards = _standardised(rewards, outcome, usable, backend)
-    exact = known(torch.where(usable, rewards.double(), 0.0))
+    shared = _shared(mean, is_correct, outcome, outcome, usable, alpha, normalised, backend)
     broken = ~torch.isfinite(mean) & (row_counts(batch, given.broken) > 0)
-    return as_advantages(torch.where(broken, torch.nan, exact), entropy, backend)
+    return as_advantages(torch.where(broken, torch.nan, shared), entropy, backend)
 
 
 def _outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -111,15 +98,26 @@ def _outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     return right if batch.group_ids is None else dense_ids(batch.group_ids, right)
 
 
-def _rewards(u: torch.Tensor, mean: torch.Tensor, right: torch.Tensor, alpha: tuple[float, float]) -> torch.Tensor:
-    share = torch.where(mean > 0, u / mean, 1.0)
-    size = alpha[0] + alpha[1] * share
-    return torch.where(right, size, -size)
-
-
-def _standardised(rewards: torch.Tensor, ids: torch.Tensor, members: torch.Tensor, backend: str | None) -> torch.Tensor:
-    """Minus the mean, over the deviation with ddof 0; 0 where all are equal."""
-    rewards = constant(rewards, keeps_doubles=backend == "reference")
-    group = statistics(rewards, ids, mask=members, backend=backend)
-    deviation = group.deviation(0)
-    return torch.where(deviation > 0, (rewards.double() - group.mean) / deviation, 0.0)
+def _shared(
+    entropy: torch.Tensor,
+    right: torch.Tensor,
+    sharers: torch.Tensor,
+    outcome: torch.Tensor,
+    members: torch.Tensor,
+    alpha: tuple[float, float],
+    normalised: bool,
+    backend: str | None,
+) -> torch.Tensor:
+    """The rewards of units, whose mean is over those with equal ids ``sharers``, and the deviation over those with
+    equal ``outcome``, with ddof 0: ``[U]`` float64, 0 where a unit is no member, or where all rewards are equal."""
+    u = torch.where(right, entropy, 1 / entropy.clamp(min=_LEAST))
+    u = constant(u, keeps_doubles=backend == "reference")  # what is averaged: equal numbers are equal to their mean
+    mean = statistics(u, sharers, mask=members, backend=backend).mean
+    size = alpha[0] + alpha[1] * torch.where(mean > 0, u / mean, 1.0)
+    rewards = torch.where(right, size, -size)
+    if normalised:
+        rewards = constant(rewards, keeps_doubles=backend == "reference")
+        of_outcome = statistics(rewards, outcome, mask=members, backend=backend)
+        deviation = of_outcome.deviation(0)
+        rewards = torch.where(deviation > 0, (rewards.double() - of_outcome.mean) / deviation, 0.0)
+    return known(torch.where(members, rewards.double(), 0.0))

@@ -82,15 +82,9 @@ class EntropyWindow(Short):
         check_flag("strict", self.strict)
         is_exact = isinstance(self.quantile, Fraction)
         require_type(is_exact, "quantile: expected a Fraction such as Fraction('0.8'), got {!r}", self.quantile)
-        is_fraction = 0 <= self.quantile.numerator <= self.quantile.denominator
-        check(is_fraction, "quantile: expected a fraction in [0, 1], got {}", self.quantile)
+        exact_fraction("quantile", self.quantile)
         check(self.rule in INDEX_RULES, "rule: expected one of an index, got {!r}; see quantiles for LINEAR", self.rule)
         check_choice("scope", self.scope, _SCOPES)
-        check(
-            self.quantile.denominator <= 10**9,
-            "quantile: expected a short decimal or a Fraction, got {}; write it as a string, for example '0.95'",
-            self.quantile,
-        )
 
     @examines
     def score(
@@ -121,8 +115,10 @@ class EntropyWindow(Short):
         batch = as_batch(batch)
         if process_group is not None:
             score = self.score(entropy, batch, backend=backend)
-            return self._fit_over_ranks(score, process_group, backend)
-        return self._fit(*self._compared(entropy, batch, backend), backend)
+            return self.fit_score(score, process_group=process_group, backend=backend)
+        values, mask, cu_seqlens = self._compared(entropy, batch, backend)
+        found = ops.order_statistic(values, *self.quantile.as_integer_ratio(), self.rule, backend, mask, cu_seqlens)
+        return self._state(*found, values, backend)
 
     @examines
     def fit_score(
@@ -132,14 +128,18 @@ class EntropyWindow(Short):
         process_group: torch.distributed.ProcessGroup | None = None,
         backend: str | None = None,
     ) -> WindowState:
-        """:meth:`fit` from scores already computed by :meth:`score` of the same ``backend``, of any shape."""
+        """:meth:`fit` from scores already computed by :meth:`score` of the same ``backend``, of any shape. All scores
+        of all ranks are one scope: three all-reduces of at most 16 KiB."""
         check_precise("score", score)
         score = score.detach().flatten()
         if backend != "reference":
             score = score.float().contiguous()
-        if process_group is not None:
-            return self._fit_over_ranks(score, process_group, backend)
-        return self._fit(score, None, None, backend)
+        quantile = self.quantile.as_integer_ratio()
+        if process_group is None:
+            return self._state(*ops.order_statistic(score, *quantile, self.rule, backend), score, backend)
+        scope = torch.zeros_like(score, dtype=torch.int64)
+        threshold, counts = quantiles_over_ranks(score, scope, 1, quantile, self.rule, process_group)
+        return self._state(threshold, counts[0], score, backend)
 
     @examines
     def apply(
@@ -162,9 +162,7 @@ class EntropyWindow(Short):
         """
         batch = as_batch(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
-        check_scorer(self, state, values, backend)
-        values = rounded_as(values, state.threshold)
-        threshold = _threshold(state.threshold, values)
+        values, threshold = self._comparable(values, state, backend)
         return ops.select(values, threshold, self.strict, backend, mask, cu_seqlens).reshape(entropy.shape)
 
     @examines
@@ -200,9 +198,7 @@ class EntropyWindow(Short):
                 whole, over_ranks = f"{other})", f"{other}, process_group=torch.distributed.group.WORLD)"
                 check_is_step("state", "fit", batch, whole, over_ranks)
             state = self.fit_score(score, backend=backend)
-        check_scorer(self, state, score, backend)
-        score = rounded_as(score, state.threshold)
-        threshold = _threshold(state.threshold, score)
+        score, threshold = self._comparable(score, state, backend)
         return Selection(score=score.reshape(entropy.shape), threshold=threshold, strict=self.strict)
 
     @examines
@@ -217,20 +213,11 @@ class EntropyWindow(Short):
         """
         batch = as_batch(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
-        quantile = (self.quantile.numerator, self.quantile.denominator, self.rule)
+        quantile = (*self.quantile.as_integer_ratio(), self.rule)
         threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
         if selected.shape != entropy.shape:  # a view takes two microseconds, 1 % of a call with 10^6 tokens
             selected = selected.reshape(entropy.shape)
-        population, errors = counts.narrow(0, 0, 1), counts.narrow(0, 1, 1)  # split takes half as long again
-        return WindowState(threshold, population, errors, _scorer(self, values, backend)), selected
-
-    def _fit_over_ranks(
-        self, score: torch.Tensor, group: torch.distributed.ProcessGroup, backend: str | None
-    ) -> WindowState:
-        """All scores of all ranks are one scope: three all-reduces of at most 16 KiB."""
-        scope, quantile = torch.zeros_like(score, dtype=torch.int64), self.quantile.as_integer_ratio()
-        threshold, counts = quantiles_over_ranks(score, scope, 1, quantile, self.rule, group)
-        return WindowState(threshold, counts[0, :1], counts[0, 1:], _scorer(self, score, backend))
+        return self._state(threshold, counts, values, backend), selected
 
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
         """The values compared with the threshold: scores, or entropies themselves for windows of one token."""
@@ -239,11 +226,25 @@ class EntropyWindow(Short):
             return flat, batch.mask, batch.cu_seqlens
         return self.score(entropy, batch, backend=backend), None, None
 
-    def _fit(
-        self, values: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, backend: str | None
+    def _comparable(
+        self, values: torch.Tensor, state: WindowState, backend: str | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and the threshold ``[1]``, checked and of one precision."""
+        check_scorer(self, state, values, backend)
+        check_precise("state.threshold", state.threshold, "take the state as fit returned it")
+        check_shape("state.threshold", state.threshold, (1,), "[1] (what fit returned)")
+        check(
+            state.threshold.device == values.device,
+            "state: expected device {} (that of entropy), got {}; use state.to(entropy.device)",
+            values.device,
+            state.threshold.device,
+        )
+        values = rounded_as(values, state.threshold)
+        return values, state.threshold.detach().to(values.dtype)
+
+    def _state(
+        self, threshold: torch.Tensor, counts: torch.Tensor, values: torch.Tensor, backend: str | None
     ) -> WindowState:
-        quantile = (self.quantile.numerator, self.quantile.denominator, self.rule)
-        threshold, counts = ops.order_statistic(values, *quantile, backend, mask, cu_seqlens)
         population, errors = counts.narrow(0, 0, 1), counts.narrow(0, 1, 1)  # split takes half as long again
         return WindowState(threshold, population, errors, _scorer(self, values, backend))
 
@@ -310,27 +311,13 @@ def _scorer(window: EntropyWindow, values: torch.Tensor, backend: str | None) ->
     """The backend that sums the scores. One token is no sum; full windows have the same bits on the CPU and in CUDA."""
     if window.first == window.last:
         return ""
-    name = backend or ("reference" if is_reference(values, None) else "cpu" if values.is_cpu else _chosen(values))
+    name = backend or ("reference" if is_reference(values, None) else "cpu" if values.is_cpu else "")
+    if not name and not ops.is_traced(values):
+        name = choice("entropy", str(values.device))
     name = "cuda" if name == "cuda_emulated" else name
     return "cpu or cuda" if window.boundary == "full" and name in ("cpu", "cuda") else name
-
-
-def _chosen(values: torch.Tensor) -> str:
-    return "" if ops.is_traced(values) else choice("entropy", str(values.device))
 
 
 def rounded_as(values: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
     """The values in the precision of the threshold, which is one of them: over ranks, float32 in the reference, too."""
     return values.float() if threshold.dtype is torch.float32 else values
-
-
-def _threshold(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    check_precise("state.threshold", threshold, "take the state as fit returned it")
-    check_shape("state.threshold", threshold, (1,), "[1] (what fit returned)")
-    check(
-        threshold.device == values.device,
-        "state: expected device {} (that of entropy), got {}; use state.to(entropy.device)",
-        values.device,
-        threshold.device,
-    )
-    return threshold.detach().to(values.dtype)

@@ -22,8 +22,7 @@ def window_score(
     backend: str | None,
     aggregate: WindowAggregate = WindowAggregate.MEAN,
 ) -> torch.Tensor:
-    result: torch.Tensor
-    result = run(
+    result: torch.Tensor = run(
         "entropy", "window_score", values, backend, values, mask, cu_seqlens, first, last, boundary, invalid, aggregate
     )
     return result
@@ -45,8 +44,9 @@ def order_statistic(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The order statistic of scores, or with ``cu_seqlens`` of the values of tokens, each its own score."""
-    result: tuple[torch.Tensor, torch.Tensor]
-    result = run("entropy", "order_statistic", values, backend, values, numerator, denominator, rule, mask, cu_seqlens)
+    result: tuple[torch.Tensor, torch.Tensor] = run(
+        "entropy", "order_statistic", values, backend, values, numerator, denominator, rule, mask, cu_seqlens
+    )
     return result
 
 
@@ -65,8 +65,7 @@ def select(
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Whether each score of :func:`order_statistic` is at or above the threshold ``[1]``; ``strict``: above it."""
-    result: torch.Tensor
-    result = run("entropy", "select", values, backend, values, threshold, strict, mask, cu_seqlens)
+    result: torch.Tensor = run("entropy", "select", values, backend, values, threshold, strict, mask, cu_seqlens)
     return result
 
 
@@ -84,8 +83,7 @@ def select_top(
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`order_statistic`, and the selection of :func:`select` with its threshold."""
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    result = run(
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = run(
         "entropy", "select_top", values, backend, values, numerator, denominator, rule, strict, mask, cu_seqlens
     )
     return result

@@ -324,6 +324,7 @@ def test_w16_the_rest(backend):
     close(rose, [[-1 / 6, -1 / 6, 1 / 3], [0.5, -0.5, 0]])
     for first in (0, 1, 8192):  # ranks may count from any number
         close(A.arena(t(0.0, 1, 2, 3) + first, None, **b), [1.161892, 0.387297, -0.387297, -1.161892])
+        close(A.arena(t(0.0, 1, 1, 3) + first, None, **b), [0.993397, 0.198679, 0.198679, -1.390756])  # a round robin
     sets = t([[1.0, 0], [0, 1]], [[0.6, 0.6], [0.5, 0.5]])
     close(A.vpo(sets, None, t([1.0, 0], [0, 1], [0.5, 0.5]), **b), [0.707102, -0.707102], 4e-6)
     aspo = A.aspo_shaping(t(1.0, -1), None, t(200.0, 400), t(1000.0, 1000), t(True, True), **b)

@@ -181,17 +181,22 @@ def test_token_gae_goes_through_the_rows_of_a_trajectory(backend, seed):
     rewards, values = given[:2]
     names = draw.integers(-5, 5, 2)  # any integers are names
     trajectory = names[draw.integers(0, 2, len(rows))]
-    expected = np.zeros(batch.total_tokens)
+    expected, adaptive = np.zeros((2, batch.total_tokens))
     for name in set(trajectory):
-        advantage = following = 0.0
-        for t in reversed([t for row, (_, places) in enumerate(rows) if trajectory[row] == name for t in places]):
-            advantage = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * advantage
-            expected[t], following = advantage, values[t]
+        own = [t for row, (_, places) in enumerate(rows) if trajectory[row] == name for t in places]
+        for out, lam in ((expected, 0.8), (adaptive, max(1 - 1 / (0.3 * max(len(own), 1)), 0))):
+            advantage = following = 0.0
+            for t in reversed(own):
+                advantage = rewards[t] + 0.9 * following - values[t] + 0.9 * lam * advantage
+                out[t], following = advantage, values[t]
     whole = PackedBatch(
         batch.cu_seqlens, batch.mask, trajectory_ids=tensor(trajectory), total_tokens=batch.total_tokens
     )
     call = functools.partial(advantages.token_gae, tensor(rewards), tensor(values), whole, gamma=0.9, lam=0.8)
     agree(backend, call(whitened=False, backend=backend), expected)
+    given = tensor(rewards), tensor(values), whole
+    got = advantages.vapo(*given, gamma=0.9, alpha=0.3, whitened=False, backend=backend)
+    agree(backend, got, adaptive)
     valid = [t for _, places in rows for t in places]
     if len(valid) > 1:
         chosen = expected[valid]
@@ -251,6 +256,7 @@ UNKNOWN = {
         [0, 1],
     ),
     "token_gae": (lambda b, t, r, o: A.token_gae(t, t / 2, b, whitened=False, **o), "token", [0, 1]),
+    "vapo": (lambda b, t, r, o: A.vapo(t, t / 2, b, alpha=0.5, whitened=False, **o), "token", [0, 1]),
     "t_ppo": (lambda b, t, r, o: A.t_ppo(t, t.nan_to_num(0) / 2, b, r > 1, **o), "token", [0, 1]),
     "t_ppo, value": (lambda b, t, r, o: A.t_ppo(t.nan_to_num(0), t / 2, b, r > 1, **o), "token", [0, 1]),
 }

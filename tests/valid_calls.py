@@ -279,6 +279,7 @@ def _estimators() -> Iterator[Call]:
         "otb": positioned,
         "tir_otb": positioned,
         "token_gae": tokens,
+        "vapo": tokens,
         "reinforce_pp": tokens,
         "remax": {**tokens, "greedy_rewards": _S["advantages"]},
         "rl_zvp": {

@@ -24,7 +24,7 @@ from .selection import d3s_samples, pf_ppo, swarm_samples
 from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample, real
 from .supergroups import sgrpo, sgrpo_hierarchical_sum, sgrpo_reward_sum
 from .terms import Term, combine, estimator
-from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae
+from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae, vapo
 from .trees import mars2, rose, rose_length_penalty, treepo, treepo_segments
 
 __all__ = [
@@ -111,6 +111,7 @@ __all__ = [
     "treepo_segments",
     "unidoc_rl",
     "v05",
+    "vapo",
     "vpo",
     "whiten",
 ]

@@ -474,6 +474,32 @@ def test_de_grpo_pairs_that_are_not_visited_and_prompts_that_are_not_there_are_e
     assert not out.any() and 0 < float(utility) < 0.01
 
 
+@on_some
+def test_rae_is_one_game_after_the_other(backend, seed):
+    """Baselines of roles move with every reward that is one, in the order of positions, through several calls."""
+    draw, device = np.random.default_rng(seed), testing.device_of(backend)
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    baselines, seen = torch.zeros(3, dtype=dtype, device=device), [0.0, 0.0, 0.0]
+    for _ in range(2):
+        units = int(draw.integers(0, 12))
+        rewards = np.where(draw.random(units) < 0.2, math.nan, draw.integers(-4, 5, units) / 4)
+        roles, order, mask = draw.integers(-1, 4, units), draw.permutation(units), draw.random(units) < 0.8
+        expected = np.zeros(units)
+        for unit in np.argsort(order):
+            if mask[unit] and roles[unit] >= 0 and not math.isnan(rewards[unit]):
+                if roles[unit] == 3:
+                    expected[unit] = math.nan
+                    continue
+                expected[unit] = rewards[unit] - seen[roles[unit]]
+                seen[roles[unit]] = 0.75 * seen[roles[unit]] + 0.25 * rewards[unit]
+        given = torch.tensor(rewards, dtype=dtype, device=device), torch.tensor(roles, device=device)
+        options = {name: torch.tensor(each, device=device) for name, each in (("positions", order), ("mask", mask))}
+        got, baselines = advantages.rae(*given, baselines, decay=0.75, **options, backend=backend)
+        assert got.isnan().tolist() == np.isnan(expected).tolist()
+        agree(backend, got.nan_to_num(), np.nan_to_num(expected))
+        agree(backend, baselines, seen)
+
+
 def test_what_is_remembered_goes_to_a_checkpoint_and_to_a_device():
     """The histories of estimators; those of entropy methods are in tests/test_entropy_thresholds.py."""
     for memory in (advantages.BetaTracker.start(torch.tensor([3.0, 2.0]), 8), advantages.GroupHistory.start(2)):
@@ -489,8 +515,9 @@ def test_what_is_remembered_goes_to_a_checkpoint_and_to_a_device():
 def test_what_methods_with_a_memory_return_goes_to_a_checkpoint():
     history = advantages.dcpo(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), advantages.GroupHistory.start(1))
     utility = advantages.DeGrpoAdvantages(torch.zeros(2), torch.ones(1))
+    roles = advantages.RoleAdvantages(torch.zeros(2), torch.ones(1))
     coefficient = skywork_coefficient(torch.tensor(0.0), torch.tensor(0.1))
-    for each in (history, utility, coefficient):
+    for each in (history, utility, roles, coefficient):
         file = io.BytesIO()
         torch.save(each, file)
         file.seek(0)

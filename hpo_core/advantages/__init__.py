@@ -7,9 +7,11 @@ from .baselines import (
     DcpoAdvantages,
     DeGrpoAdvantages,
     GroupHistory,
+    RoleAdvantages,
     dcpo,
     de_grpo,
     poise,
+    rae,
     spo_single_stream,
 )
 from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
@@ -39,6 +41,7 @@ __all__ = [
     "Part",
     "Presence",
     "Provenance",
+    "RoleAdvantages",
     "Scale",
     "Share",
     "Term",
@@ -87,6 +90,7 @@ __all__ = [
     "pf_ppo",
     "poise",
     "positive_sample",
+    "rae",
     "real",
     "reconstructed",
     "reinforce_pp",

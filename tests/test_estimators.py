@@ -315,6 +315,9 @@ def test_w16_the_rest(backend):
     assert not A.ngrpo(t(1.0, 1, 1, 1), None, **b).any()
     leaves = [t(0, 0, 0, 0), t(0, 0, 1, 1)]
     close(A.treepo(t(1.0, 0, 1, 1), leaves, **b), [0.333333, -0.666667, 0.166667, 0.166667])
+    trees = t(0, 0, 1, 1, 2)  # the last leaf is alone in its tree
+    together = A.tree_grpo(t(1.0, 0, 1, 1, 0), t(*[0] * 5), trees, singleton="raw", **b)
+    close(together, [1.437401, -1.802549, 0.730295, 0.730295, -1.095443])
     strata = A.stratified(t(1.0, 0, 1, 1, 0, 0), t(*[0] * 6), t(0, 0, 0, 1, 1, 1), alpha=0.8, **b)
     close(strata, [0.644453, -1.106333, 0.644453, 1.106333, -0.644453, -0.644453])
     tree = (t(0.2, 0.6, 0.8, 0.4), t(-1, -1, 0, 0), t(0, 0, 0, 0))

@@ -27,7 +27,7 @@ from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample
 from .supergroups import sgrpo, sgrpo_hierarchical_sum, sgrpo_reward_sum
 from .terms import Term, combine, estimator
 from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae, vapo
-from .trees import mars2, rose, rose_length_penalty, treepo, treepo_segments
+from .trees import mars2, rose, rose_length_penalty, tree_grpo, treepo, treepo_segments
 
 __all__ = [
     "BetaTracker",
@@ -111,6 +111,7 @@ __all__ = [
     "tir_otb",
     "token_gae",
     "tool_star",
+    "tree_grpo",
     "treepo",
     "treepo_segments",
     "unidoc_rl",

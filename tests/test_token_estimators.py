@@ -302,6 +302,8 @@ def test_a_unit_of_which_something_is_unknown_gets_0():
     assert A.archer_td(lacking, ones * 3, ones * 0.25).tolist() == [0.75, 0]
     assert A.archer_td(ones, ones, lacking - 1).tolist() == [1, 0]
     assert A.v05(ones, None, lacking * 0).tolist() == [0.5, 0]
+    several = torch.tensor([[1.0, 0.0, math.nan], [0.25, 0.5, 9.0]])
+    assert A.dvao(several, None).tolist() == [*A.dvao(several[:, :2], None).tolist(), 0]
     given = [torch.full((2,), each) for each in (0.5, 0.25, 0.6, 0.5, 0.5, 0.3)]
     for at in range(6):
         each = [column * lacking if place == at else column for place, column in enumerate(given)]
@@ -558,7 +560,7 @@ def test_a_dominated_candidate_changes_nothing(backend):
     device = testing.device_of(backend)
     sets, directions = torch.rand(4, 3, 2, generator=draw), torch.rand(5, 2, generator=draw)
     more = torch.cat([sets, sets[:, :1] - 0.1], dim=1)
-    nobody = torch.cat([sets, torch.full((4, 1, 2), math.nan)], dim=1)
+    nobody = torch.cat([sets, torch.tensor([math.nan, 9.0]).expand(4, 1, 2)], dim=1)
     outs = [advantages.vpo(x.to(device), None, directions.to(device), backend=backend) for x in (sets, more, nobody)]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 

@@ -91,19 +91,17 @@ def recurrence(
         list(cu_seqlens.shape),
     )
     check_device("cu_seqlens", cu_seqlens, values.device, "values")
+    return scan(values, gains, cu_seqlens, backend, forward).to(values.dtype) + 0.0  # never -0
+
+
+def scan(
+    values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None, forward: bool = False
+) -> torch.Tensor:
+    """:func:`recurrence` in float64: what estimators go on to compare."""
     rows = cu_seqlens.to(torch.int64)
     if forward:
-        backwards = scan(values.flip(0), gains.flip(0), values.numel() - rows.flip(0), backend)
-        scanned = backwards.flip(0)
-    else:
-        scanned = scan(values, gains, rows, backend)
-    return scanned.to(values.dtype) + 0.0  # never -0
-
-
-def scan(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None) -> torch.Tensor:
-    """:func:`recurrence` in float64: what estimators go on to compare."""
-    rows = cu_seqlens.to(torch.int64).contiguous()
-    return ops.recurrence(values.double(), gains.double(), rows, backend)
+        return scan(values.flip(0), gains.flip(0), values.numel() - rows.flip(0), backend).flip(0)
+    return ops.recurrence(values.double(), gains.double(), rows.contiguous(), backend)
 
 
 def ids_of(names: Iterable[str | bytes | int], device: torch.device | str = "cpu") -> torch.Tensor:

@@ -101,6 +101,7 @@ CASES = {
     "sgrpo_credits": lambda g: combined(g, A.sgrpo, g.other, scaled=True, credits=g.number, temperature=0.7),
     "sgrpo_reward_sum": lambda g: combined(g, A.sgrpo_reward_sum),
     "sgrpo_hierarchical_sum": lambda g: combined(g, A.sgrpo_hierarchical_sum, g.other, scaled=True),
+    "tree_grpo": lambda g: A.tree_grpo(g.reward, g.group, g.other, **g.rest),
     "treepo": lambda g: A.treepo(g.reward, prefixes(g), backend=g.backend),
     "treepo_plain": lambda g: A.treepo(g.reward, prefixes(g), by_size=False, drop_flat=True, backend=g.backend),
     "rose": lambda g: A.rose(g.reward, prefixes(g), backend=g.backend),
@@ -156,6 +157,7 @@ CASES = {
 COMPOSED = (
     *("sgrpo_reward_sum", "sgrpo_hierarchical_sum", "treepo_segments", "rose_length_penalty", "grpo_passk", "hila"),
     *("tool_star", "thor", "hi_agent", "a2fm_apo", "sgrpo_credits", "unidoc_rl", "icpo", "datarus", "craft_gui"),
+    "tree_grpo",
 )
 
 # Cases that together start every kernel of Triton with every structure that any case starts it with.

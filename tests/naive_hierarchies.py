@@ -118,6 +118,10 @@ def stratified(u):
     return 0.8 * inside + (1 - 0.8) * z(u.reward, ids(u.group), u.mask)
 
 
+def tree_grpo(u):
+    return z(u.reward, pairs(ids(u.group), ids(u.other)), u.mask) + z(u.reward, ids(u.group), u.mask)
+
+
 def sgrpo(u, scaled=False, temperature=None):
     """The group reward is a function of supergroup and group; with a temperature rollouts earn their part of it."""
     of_group = group_rewards(u)

@@ -87,6 +87,7 @@ TABLES = {
         100 * u["lengths"], u["flags"], 256.0 * (1 + u["anchors"]), u["groups"].clamp(min=0)
     ),
     "stratified": lambda wrap, u: wrap(A.stratified)(u["rewards"], u["groups"], u["anchors"]),
+    "tree_grpo": lambda wrap, u: wrap(A.tree_grpo)(u["rewards"], u["groups"], u["anchors"]),
     "treepo": CALLS["treepo"],
     "step_gae": lambda wrap, u: wrap(A.step_gae)(u["rewards"].nan_to_num(), u["several"][0], u["local"]),
     "flow_grpo": lambda wrap, u: wrap(A.flow_grpo)(u["rewards"], u["groups"], u["lengths"]),

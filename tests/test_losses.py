@@ -414,6 +414,7 @@ def error_cases():
         # batch, gate
         ({"batch": [4, 3, 0, 5]}, TypeError, "batch: expected a PackedBatch or a mask [B, L], got <class 'list'>"),
         ({"batch": mask}, ValueError, "batch: expected a PackedBatch or a mask [B, L], got a tensor [12]"),
+        ({"batch": torch.nested.nested_tensor([mask])}, TypeError, "batch: expected a dense tensor, got a nested"),
         ({"gate": "ppo"}, TypeError, "gate: expected a RatioGate from hpo_core.gates, got ppo"),
         # what some gates are given
         ({"gate_inputs": given(bounds=logp)}, TypeError, "bounds: expected a pair (low, high)"),

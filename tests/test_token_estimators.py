@@ -181,17 +181,22 @@ def test_token_gae_goes_through_the_rows_of_a_trajectory(backend, seed):
     rewards, values = given[:2]
     names = draw.integers(-5, 5, 2)  # any integers are names
     trajectory = names[draw.integers(0, 2, len(rows))]
-    expected = np.zeros(batch.total_tokens)
+    expected, adaptive = np.zeros((2, batch.total_tokens))
     for name in set(trajectory):
-        advantage = following = 0.0
-        for t in reversed([t for row, (_, places) in enumerate(rows) if trajectory[row] == name for t in places]):
-            advantage = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * advantage
-            expected[t], following = advantage, values[t]
+        own = [t for row, (_, places) in enumerate(rows) if trajectory[row] == name for t in places]
+        for out, lam in ((expected, 0.8), (adaptive, max(1 - 1 / (0.3 * max(len(own), 1)), 0))):
+            advantage = following = 0.0
+            for t in reversed(own):
+                advantage = rewards[t] + 0.9 * following - values[t] + 0.9 * lam * advantage
+                out[t], following = advantage, values[t]
     whole = PackedBatch(
         batch.cu_seqlens, batch.mask, trajectory_ids=tensor(trajectory), total_tokens=batch.total_tokens
     )
     call = functools.partial(advantages.token_gae, tensor(rewards), tensor(values), whole, gamma=0.9, lam=0.8)
     agree(backend, call(whitened=False, backend=backend), expected)
+    given = tensor(rewards), tensor(values), whole
+    got = advantages.vapo(*given, gamma=0.9, alpha=0.3, whitened=False, backend=backend)
+    agree(backend, got, adaptive)
     valid = [t for _, places in rows for t in places]
     if len(valid) > 1:
         chosen = expected[valid]
@@ -251,6 +256,7 @@ UNKNOWN = {
         [0, 1],
     ),
     "token_gae": (lambda b, t, r, o: A.token_gae(t, t / 2, b, whitened=False, **o), "token", [0, 1]),
+    "vapo": (lambda b, t, r, o: A.vapo(t, t / 2, b, alpha=0.5, whitened=False, **o), "token", [0, 1]),
     "t_ppo": (lambda b, t, r, o: A.t_ppo(t, t.nan_to_num(0) / 2, b, r > 1, **o), "token", [0, 1]),
     "t_ppo, value": (lambda b, t, r, o: A.t_ppo(t.nan_to_num(0), t / 2, b, r > 1, **o), "token", [0, 1]),
 }
@@ -296,6 +302,8 @@ def test_a_unit_of_which_something_is_unknown_gets_0():
     assert A.archer_td(lacking, ones * 3, ones * 0.25).tolist() == [0.75, 0]
     assert A.archer_td(ones, ones, lacking - 1).tolist() == [1, 0]
     assert A.v05(ones, None, lacking * 0).tolist() == [0.5, 0]
+    several = torch.tensor([[1.0, 0.0, math.nan], [0.25, 0.5, 9.0]])
+    assert A.dvao(several, None).tolist() == [*A.dvao(several[:, :2], None).tolist(), 0]
     given = [torch.full((2,), each) for each in (0.5, 0.25, 0.6, 0.5, 0.5, 0.3)]
     for at in range(6):
         each = [column * lacking if place == at else column for place, column in enumerate(given)]
@@ -468,6 +476,32 @@ def test_de_grpo_pairs_that_are_not_visited_and_prompts_that_are_not_there_are_e
     assert not out.any() and 0 < float(utility) < 0.01
 
 
+@on_some
+def test_rae_is_one_game_after_the_other(backend, seed):
+    """Baselines of roles move with every reward that is one, in the order of positions, through several calls."""
+    draw, device = np.random.default_rng(seed), testing.device_of(backend)
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    baselines, seen = torch.zeros(3, dtype=dtype, device=device), [0.0, 0.0, 0.0]
+    for _ in range(2):
+        units = int(draw.integers(0, 12))
+        rewards = np.where(draw.random(units) < 0.2, math.nan, draw.integers(-4, 5, units) / 4)
+        roles, order, mask = draw.integers(-1, 4, units), draw.permutation(units), draw.random(units) < 0.8
+        expected = np.zeros(units)
+        for unit in np.argsort(order):
+            if mask[unit] and roles[unit] >= 0 and not math.isnan(rewards[unit]):
+                if roles[unit] == 3:
+                    expected[unit] = math.nan
+                    continue
+                expected[unit] = rewards[unit] - seen[roles[unit]]
+                seen[roles[unit]] = 0.75 * seen[roles[unit]] + 0.25 * rewards[unit]
+        given = torch.tensor(rewards, dtype=dtype, device=device), torch.tensor(roles, device=device)
+        options = {name: torch.tensor(each, device=device) for name, each in (("positions", order), ("mask", mask))}
+        got, baselines = advantages.rae(*given, baselines, decay=0.75, **options, backend=backend)
+        assert got.isnan().tolist() == np.isnan(expected).tolist()
+        agree(backend, got.nan_to_num(), np.nan_to_num(expected))
+        agree(backend, baselines, seen)
+
+
 def test_what_is_remembered_goes_to_a_checkpoint_and_to_a_device():
     """The histories of estimators; those of entropy methods are in tests/test_entropy_thresholds.py."""
     for memory in (advantages.BetaTracker.start(torch.tensor([3.0, 2.0]), 8), advantages.GroupHistory.start(2)):
@@ -483,8 +517,9 @@ def test_what_is_remembered_goes_to_a_checkpoint_and_to_a_device():
 def test_what_methods_with_a_memory_return_goes_to_a_checkpoint():
     history = advantages.dcpo(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), advantages.GroupHistory.start(1))
     utility = advantages.DeGrpoAdvantages(torch.zeros(2), torch.ones(1))
+    roles = advantages.RoleAdvantages(torch.zeros(2), torch.ones(1))
     coefficient = skywork_coefficient(torch.tensor(0.0), torch.tensor(0.1))
-    for each in (history, utility, coefficient):
+    for each in (history, utility, roles, coefficient):
         file = io.BytesIO()
         torch.save(each, file)
         file.seek(0)
@@ -525,7 +560,7 @@ def test_a_dominated_candidate_changes_nothing(backend):
     device = testing.device_of(backend)
     sets, directions = torch.rand(4, 3, 2, generator=draw), torch.rand(5, 2, generator=draw)
     more = torch.cat([sets, sets[:, :1] - 0.1], dim=1)
-    nobody = torch.cat([sets, torch.full((4, 1, 2), math.nan)], dim=1)
+    nobody = torch.cat([sets, torch.tensor([math.nan, 9.0]).expand(4, 1, 2)], dim=1)
     outs = [advantages.vpo(x.to(device), None, directions.to(device), backend=backend) for x in (sets, more, nobody)]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 

@@ -258,6 +258,7 @@ def _estimators() -> Iterator[Call]:
         },
         "dcpo": {"prompts": _UNITS["group_ids"], "history": history},
         "de_grpo": {"prompts": _UNITS["group_ids"], "utility": floats(0.25, 0.5), "samples": 6},
+        "rae": {"roles": _UNITS["group_ids"], "baselines": floats(0.25, 0.5)},
         "poise": {"sources": integers(1, 0, 3, 2, 5, 4, 7, 6)},
         "mars2": {"parents": parents, "group_ids": integers(0, 0, 0, 0, 0, 0, 0, 0)},
         "hiper": {"is_truncated": _UNITS["is_correct"]},
@@ -279,6 +280,7 @@ def _estimators() -> Iterator[Call]:
         "otb": positioned,
         "tir_otb": positioned,
         "token_gae": tokens,
+        "vapo": tokens,
         "reinforce_pp": tokens,
         "remax": {**tokens, "greedy_rewards": _S["advantages"]},
         "rl_zvp": {
@@ -288,7 +290,7 @@ def _estimators() -> Iterator[Call]:
     }  # fmt: skip
     free = {
         "positive_sample": "is_correct", "negative_sample": "is_correct", "vpo": "directions", "dvao": "rewards",
-        "gdpo": "rewards", "hc_grpo": "costs", "de_grpo": "utility",
+        "gdpo": "rewards", "hc_grpo": "costs", "de_grpo": "utility", "rae": "baselines",
     }  # fmt: skip
     for module in (hpo.advantages, hpo.advantages.reconstructed):
         for name in module.__all__:

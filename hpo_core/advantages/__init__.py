@@ -7,9 +7,11 @@ from .baselines import (
     DcpoAdvantages,
     DeGrpoAdvantages,
     GroupHistory,
+    RoleAdvantages,
     dcpo,
     de_grpo,
     poise,
+    rae,
     spo_single_stream,
 )
 from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
@@ -24,8 +26,8 @@ from .selection import d3s_samples, pf_ppo, swarm_samples
 from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample, real
 from .supergroups import sgrpo, sgrpo_hierarchical_sum, sgrpo_reward_sum
 from .terms import Term, combine, estimator
-from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae
-from .trees import mars2, rose, rose_length_penalty, treepo, treepo_segments
+from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae, vapo
+from .trees import mars2, rose, rose_length_penalty, tree_grpo, treepo, treepo_segments
 
 __all__ = [
     "BetaTracker",
@@ -39,6 +41,7 @@ __all__ = [
     "Part",
     "Presence",
     "Provenance",
+    "RoleAdvantages",
     "Scale",
     "Share",
     "Term",
@@ -87,6 +90,7 @@ __all__ = [
     "pf_ppo",
     "poise",
     "positive_sample",
+    "rae",
     "real",
     "reconstructed",
     "reinforce_pp",
@@ -107,10 +111,12 @@ __all__ = [
     "tir_otb",
     "token_gae",
     "tool_star",
+    "tree_grpo",
     "treepo",
     "treepo_segments",
     "unidoc_rl",
     "v05",
+    "vapo",
     "vpo",
     "whiten",
 ]

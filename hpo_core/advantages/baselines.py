@@ -9,7 +9,7 @@ import torch
 
 from ..arguments import examines
 from ..checks import check, check_device, check_places, check_real, check_units
-from ..segments import statistics
+from ..segments import chains, scan, statistics
 from ..specs import Provenance
 from .flat import grpo, whiten
 from .selection import ordered
@@ -215,7 +215,14 @@ class DeGrpoAdvantages(NamedTuple):
     utility: torch.Tensor  # [P] with this step in it, for the next one
 
 
-torch.serialization.add_safe_globals([BetaTracker, GroupHistory, DcpoAdvantages, DeGrpoAdvantages])
+class RoleAdvantages(NamedTuple):
+    """What :func:`rae` returns."""
+
+    advantages: torch.Tensor  # [S] float32
+    baselines: torch.Tensor  # [P] with these games in them, for the next ones
+
+
+torch.serialization.add_safe_globals([BetaTracker, GroupHistory, DcpoAdvantages, DeGrpoAdvantages, RoleAdvantages])
 
 
 @estimator(Provenance.VERIFIED)
@@ -328,6 +335,59 @@ def de_grpo(
     member = scored & (group.members > 0)
     written = _written(utility.double(), places, new).to(utility.dtype)
     return DeGrpoAdvantages(as_advantages(torch.where(member, exact, 0.0), rewards, backend), written)
+
+
+@estimator(Provenance.VERIFIED)
+def rae(
+    rewards: torch.Tensor,
+    roles: torch.Tensor,
+    baselines: torch.Tensor,
+    *,
+    decay: float = 0.95,
+    positions: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> RoleAdvantages:
+    """SPIRAL's role-conditioned advantage estimation, for self-play: a reward minus the moving average of its role's
+    rewards in earlier games (arXiv 2506.24119). Returns ``advantages`` ``[S]`` float32, and ``baselines`` ``[P]`` with
+    these games in them.
+
+    Of each role, one game after the other: ``A = r - b``, then ``b <- decay b + (1 - decay) r``.
+
+    Args:
+        rewards: ``[S]``, of one player of a game each.
+        roles: ``[S]`` int64, the place of each unit's role in ``baselines``, a role of another game being another one;
+            negative: in none. A place beyond gets NaN, which the loss leaves out and counts.
+        baselines: b ``[P]`` floating point, 0 at the start.
+        positions: ``[S]``, the order in which games ended. Default: that in which they stand here.
+
+    There are no groups: the role that starts first, or has the better cards, wins more, and a baseline of its own takes
+    that away. A unit without a reward changes no baseline.
+
+    Traps: identical rewards do not give 0 before the baselines have moved. With the update first, as one may read the
+    paper's equations, every advantage is ``decay`` times this; the authors' code, and this, subtract first. The code
+    leaves rows with an advantage of exactly 0 out of the batch.
+
+    >>> rae(torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0, 1, 0]), torch.zeros(2), decay=0.5)
+    RoleAdvantages(advantages=tensor([ 1.0000, -1.0000,  0.5000]), baselines=tensor([ 0.7500, -0.5000]))
+    """
+    check_units(rewards=rewards, mask=mask)
+    check_units(baselines=baselines)
+    check_device("rewards", rewards, baselines.device, "baselines")
+    check_places("roles", roles, rewards)
+    check(0 <= decay <= 1, "decay: expected a number in [0, 1], got {}", decay)
+    scored = scorable(rewards, mask)
+    places, count = _places(roles, baselines, scored), baselines.numel()
+    games = chains(torch.where(places < count, places, -1), positions)
+    reward, start = games.sorted(known(rewards)).double(), games.sorted(_read(baselines.double(), places))
+    news = (1 - decay) * reward + torch.where(games.begins(), decay * start, 0.0)
+    after = scan(news, torch.full_like(news, decay), games.cu_seqlens, backend, forward=True)
+    before = games.unsorted(torch.where(games.begins(), start, after.roll(1)))
+    lead = torch.where(roles < count, rewards.double() - before, torch.nan)
+    exact = torch.where(scored & (roles >= 0), lead, 0.0)
+    last = torch.where(games.ends(), games.sorted(places), count)
+    written = _written(baselines.double(), last, after).to(baselines.dtype)
+    return RoleAdvantages(as_advantages(exact, rewards, backend), written)
 
 
 def _gaps(

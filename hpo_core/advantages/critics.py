@@ -47,6 +47,7 @@ def step_gae(
     tensor([0.5000, 0.5000])
     """
     check_units(step_rewards=step_rewards, values=values, trajectory_ids=trajectory_ids)
+    check_discounts(gamma=gamma, lam=lam)
     steps = chains(trajectory_ids, positions)
     advantages = generalised_advantages(step_rewards, values, steps, gamma, lam, backend=backend)
     if not whitened:

@@ -171,7 +171,8 @@ def dr_mas(
     """Dr.MAS: GRPO with statistics per prompt *and agent* (arXiv 2602.08847). Returns ``[S]`` float32.
 
     Scale and offset of one agent's rewards change nothing for the others; with one agent this is GRPO. For GiGPO with
-    agents pass ``segments.dense_ids(group_ids, agent_ids)`` as its group_ids.
+    agents pass ``segments.dense_ids(group_ids, agent_ids)`` as its group_ids; :func:`~hpo_core.advantages.dr_grpo` with
+    such ids is prime-rl's ``hierarchical_grpo``, where the attempts at one proposed problem are a group.
 
     Args:
         agent_ids: ``[S]`` which agent produced each unit.

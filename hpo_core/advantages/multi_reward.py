@@ -238,7 +238,7 @@ def unidoc_rl(
     return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
-@estimator(Provenance.PAPER, tables=True)
+@estimator(Provenance.VERIFIED, tables=True)
 def tool_star(
     accuracy: torch.Tensor,
     is_formatted: torch.Tensor,

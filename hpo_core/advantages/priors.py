@@ -109,7 +109,7 @@ def ngrpo(
     shift = gap * virtual / number
     squares = group.squares + gap.square() * group.members * virtual / number
     deviation = (squares / (number - ddof).clamp(min=1)).sqrt()
-    member = members_of(rewards, group, mask) & (number > 1)
+    member = members_of(rewards, group, mask)
     centred = torch.where(member, (rewards.double() - group.mean) - shift, 0.0)
     advantages = torch.where(centred == 0, 0.0, centred / (deviation + eps))
     if singleton is not None:

@@ -42,7 +42,7 @@ def g2rpo(
     return as_advantages(groups.unsorted(mean), rewards, backend)
 
 
-@estimator(Provenance.PAPER)
+@estimator(Provenance.VERIFIED)
 def arena(
     ranks: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -51,13 +51,14 @@ def arena(
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """ArenaRL: GRPO of ``1 - rank / (n - 1)``, the ranks of a tournament (official code). Returns ``[S]`` float32.
+    """ArenaRL: GRPO of ``1 - rank / (n - 1)``, the ranks of a tournament (arXiv 2601.06487, official code). Returns
+    ``[S]`` float32.
 
     Args:
-        ranks: ``[S]`` floating point, 0 the best of its group; ties have the mean of their ranks.
+        ranks: ``[S]`` floating point, 0 the best of its group. Of ties each has the mean of their ranks in the authors'
+            Swiss tournament, the best of them in their round robin and against their anchor.
 
-    Traps: against an anchor the authors give ties their best rank and take the worst rank for n - 1; without ties that
-    is the same.
+    Traps: for n - 1 the last two take the worst rank, which changes only what eps weighs.
 
     >>> arena(torch.tensor([0.0, 1.0, 2.0, 3.0]), None)
     tensor([ 1.1619,  0.3873, -0.3873, -1.1619])

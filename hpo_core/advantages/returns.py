@@ -54,14 +54,20 @@ def episode_returns(rewards: torch.Tensor, steps: Chains, *, backend: str | None
 
 
 def generalised_advantages(
-    rewards: torch.Tensor, values: torch.Tensor, steps: Chains, gamma: float, lam: float, *, backend: str | None = None
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    steps: Chains,
+    gamma: float,
+    lam: float | torch.Tensor,
+    *,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """GAE: ``d_t = r_t + gamma V_{t+1} - V_t``, ``A_t = d_t + gamma lambda A_{t+1}``; V is 0 behind a trajectory.
-    Returns ``[N]`` float64."""
-    check_discounts(gamma=gamma, lam=lam)
+    lambda is one number or ``[N]`` at places of the chains. Returns ``[N]`` float64."""
     along, value = steps.sorted(rewards).double(), steps.sorted(values).double()
     difference = along + gamma * steps.following(value) - value
-    return steps.unsorted(scan(difference, torch.full_like(difference, gamma * lam), steps.cu_seqlens, backend))
+    gains = torch.ones_like(difference) * (gamma * lam)
+    return steps.unsorted(scan(difference, gains, steps.cu_seqlens, backend))
 
 
 def once(steps: Chains) -> torch.Tensor:

@@ -27,14 +27,15 @@ def ordered(
     return groups, *groups.ranks()
 
 
-@estimator(Provenance.PAPER, level="selection")
+@estimator(Provenance.VERIFIED, level="selection")
 def d3s_samples(
     advantages: torch.Tensor, group_ids: torch.Tensor | None, k: int, *, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """D3S: the k units of each group whose advantages vary most (arXiv 2509.22115). Returns ``[S]`` bool.
+    """D3S: the k units of each group whose advantages vary most (arXiv 2509.22115), as in PODS (arXiv 2504.13818).
+    Returns ``[S]`` bool.
 
     Such a set is some of the lowest and some of the highest; of several with the same variance the one with the fewest
-    low ones is taken.
+    low ones is taken. The code of PODS compares variances in float32, so that rounding chooses among those.
 
     Args:
         advantages: ``[S]``; rewards choose the same units, because the variance is taken inside a group.

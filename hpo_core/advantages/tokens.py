@@ -8,12 +8,14 @@ statistic; so are the tokens before such a reward or value, whose returns contai
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check_rows, check_tokens
+from ..checks import check, check_rows, check_tokens
 from ..gates.inputs import of_row, valid_tokens
-from ..segments import chains, dense_ids, recurrence, scan, statistics
+from ..segments import Chains, chains, dense_ids, recurrence, scan, statistics
 from ..specs import Provenance
 from .flat import whiten
 from .returns import check_discounts, generalised_advantages
@@ -278,15 +280,71 @@ def token_gae(
     tensor([0.0000, 0.7500])
     """
     check_tokens(batch, token_rewards=token_rewards, values=values)
+    check_discounts(gamma=gamma, lam=lam)
+    return _along_trajectories(token_rewards, values, batch, _trajectories(batch), gamma, lam, whitened, backend)
+
+
+@estimator(Provenance.VERIFIED, level="token")
+def vapo(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    gamma: float = 1.0,
+    alpha: float = 0.05,
+    whitened: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """VAPO's length-adaptive GAE: :func:`token_gae` with ``lambda = max(1 - 1 / (alpha n), 0)`` for a trajectory of n
+    valid tokens (arXiv 2504.05118). Returns ``[T]`` float32.
+
+    The temporal differences behind a token weigh ``1 / (1 - lambda) = alpha n`` together: in proportion to the length.
+
+    Args:
+        token_rewards, values, batch, whitened: as in :func:`token_gae`.
+        alpha: .05 in the paper.
+
+    Traps: below ``1 / alpha`` tokens, 20 of them, the formula is negative; AReaL and NeMo-RL take 0 there, too. The
+    critic learns from lambda 1: ``token_gae(token_rewards, values, batch, whitened=False) + values``.
+
+    >>> batch = PackedBatch.from_lengths([3])
+    >>> vapo(torch.tensor([0.0, 0.0, 1.0]), torch.zeros(3), batch, alpha=0.5, whitened=False)
+    tensor([0.1111, 0.3333, 1.0000])
+    """
+    check_tokens(batch, token_rewards=token_rewards, values=values)
+    check_discounts(gamma=gamma)
+    check(0 < alpha < math.inf, "alpha: expected a finite number above 0, got {}", alpha)
+    trajectories = _trajectories(batch)
+    length = trajectories.ranks()[1].double()
+    lam = (1 - 1 / (alpha * length)).clamp(min=0)
+    return _along_trajectories(token_rewards, values, batch, trajectories, gamma, lam, whitened, backend)
+
+
+def _trajectories(batch: PackedBatch) -> Chains:
+    """The valid tokens of each trajectory, through all its rows."""
     row = batch.row_of_token()
-    valid = valid_tokens(batch)
     of_rows = torch.arange(batch.rows, device=row.device) if batch.trajectories is None else batch.trajectories[0]
-    trajectory = chains(torch.where(valid, of_row(of_rows, row, -1), -1))
+    return chains(torch.where(valid_tokens(batch), of_row(of_rows, row, -1), -1))
+
+
+def _along_trajectories(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    batch: PackedBatch,
+    trajectories: Chains,
+    gamma: float,
+    lam: float | torch.Tensor,
+    whitened: bool,
+    backend: str | None,
+) -> torch.Tensor:
+    """GAE of valid tokens, whitened over them where asked."""
+    valid = valid_tokens(batch)
     given, value = torch.where(valid, token_rewards, 0.0), torch.where(valid, values, 0.0)
-    advantages = torch.where(valid, generalised_advantages(given, value, trajectory, gamma, lam, backend=backend), 0.0)
+    exact = generalised_advantages(given, value, trajectories, gamma, lam, backend=backend)
+    exact = torch.where(valid, exact, 0.0)
     if not whitened:
-        return as_advantages(known(advantages), token_rewards, backend)
-    advantages = about_group(advantages, token_rewards, None, mask=valid, backend=backend)
+        return as_advantages(known(exact), token_rewards, backend)
+    advantages = about_group(exact, token_rewards, None, mask=valid, backend=backend)
     return whiten(advantages, torch.ones_like(advantages), mask=valid, backend=backend)
 
 

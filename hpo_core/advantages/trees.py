@@ -58,6 +58,37 @@ def treepo(
     return whiten(advantages, lengths, mask=grouped(scorable(rewards, None), prefix_ids[0]), backend=backend)
 
 
+@estimator(Provenance.VERIFIED, tables=True)
+def tree_grpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    tree_ids: torch.Tensor,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: str = "zero",
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Tree-GRPO: ``A = A_tree + A_prompt``, both GRPO's: a leaf against those of its tree of agent steps, and against
+    those of all trees of the prompt (arXiv 2509.21240). Returns ``[S]`` float32.
+
+    Args:
+        tree_ids: ``[S]``, what names the tree of each leaf inside its prompt.
+        singleton: of a tree, or a prompt, with one leaf; ``"raw"`` keeps its reward, as the authors' code does.
+
+    Traps: steps that leaves share are in the batch once for each of them, with different advantages.
+
+    >>> leaves, trees = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    >>> tree_grpo(leaves, torch.zeros(4, dtype=torch.int64), trees)
+    tensor([ 1.2071, -2.2071,  0.5000,  0.5000])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, tree_ids=tree_ids, mask=mask)
+    rule = GroupTerm(ddof=ddof, eps=eps, keep_singletons=keeps_singletons(singleton))
+    terms = [Term(rewards, ids, rule) for ids in (dense_ids(group_ids, tree_ids), group_ids)]
+    return combine(terms, mask=mask, backend=backend)
+
+
 @estimator(Provenance.VERIFIED)
 def rose(
     rewards: torch.Tensor, prefix_ids: Sequence[torch.Tensor], *, shared: bool = False, backend: str | None = None

@@ -486,8 +486,9 @@ def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
     fix = "; pass its .batch" if isinstance(batch, MicroBatch) else ""
     expected = "batch: expected a PackedBatch or a mask [B, L], got {}"
     require_type(isinstance(batch, torch.Tensor), expected + fix, type(batch))
+    batch = examined("batch", batch)
     check(batch.dim() == 2, "batch: expected a PackedBatch or a mask [B, L], got a tensor {}", list(batch.shape))
-    return PackedBatch.from_padded(examined("batch", batch))
+    return PackedBatch.from_padded(batch)
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:

@@ -164,6 +164,8 @@ def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
             "^custom_pg_loss_reducer_function_path: .*leave",
         ),
         ("gspo", {"eps_clip_high": 0.28}, "eps_clip_high: the gate 'gspo' does not read it.*or take HPO_GATE away"),
+        ("dapo", {"advantage_estimator": "gspo"}, "^advantage_estimator: 'gspo' has .* the gate 'dapo' replaces; set"),
+        ("dapo", {"advantage_estimator": "cispo"}, "^advantage_estimator: 'cispo' has .* the gate 'dapo' replaces"),
         ("reconstructed.p3o", {}, "level of groups"),
         ("", {"advantage_estimator": "gspo", "eps_clip_c": 3.0}, "no dual clip"),
     ],

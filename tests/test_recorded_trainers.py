@@ -433,14 +433,18 @@ def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
         batch.logp, batch.old, batch.advantages, batch.mask, gates.gspo(0.05, 0.06), advantage_level="token",
         weights=torch.full((ROWS,), 1 / 99),
     )  # fmt: skip
-    torch.testing.assert_close(of_roll(batch, batch.logp, use_pg_clip_range=False)[0], expected.loss)
-    silenced = {"pg_clip": 0.5, "use_pg_clip_range": True, "importance_sampling": "seq", "ratio_type": "segment"}
+    unset = {"use_pg_clip_range": False, "dual_clip_loss": False}
+    torch.testing.assert_close(of_roll(batch, batch.logp, **unset)[0], expected.loss)
+    silenced = {
+        "pg_clip": 0.5, "use_pg_clip_range": True, "importance_sampling": "seq", "ratio_type": "segment",
+        "dual_clip_loss": True,
+    }  # fmt: skip
     for field, value in silenced.items():
         with pytest.raises(ValueError, match=f"{field}: the gate 'gspo' does not read it; got {value}"):
-            of_roll(batch, batch.logp, **{"use_pg_clip_range": False, field: value})
+            of_roll(batch, batch.logp, **{**unset, field: value})
     monkeypatch.setenv("HPO_GATE", "icepop")
     with pytest.raises(ValueError, match="keeps to its own correction"):
-        of_roll(batch, batch.logp, use_pg_clip_range=False)
+        of_roll(batch, batch.logp, **unset)
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_agg_mode"):
         of_roll(batch, batch.logp, loss_agg_mode="mean")

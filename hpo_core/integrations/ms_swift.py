@@ -30,7 +30,10 @@ from .micro_batch import check_gate, check_sampler, check_unread, fractions, pad
 __all__ = ["HPOSwiftTrainer", "use"]
 
 # swift's own values; an argument that holds them counts as not set.
-_UNSET = {"importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": 0.2, "delta": None}
+_UNSET = {
+    "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": 0.2, "delta": None, "tau_pos": 1.0,
+    "tau_neg": 1.05,
+}  # fmt: skip
 
 
 class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
@@ -63,7 +66,8 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         check_gate(self.gate, "ms-swift")
         given = {
             "importance_sampling_level": self.importance_sampling_level, "epsilon": self.epsilon_low,
-            "epsilon_high": self.epsilon_high, "delta": self.args.delta,
+            "epsilon_high": self.epsilon_high, "delta": self.args.delta, "tau_pos": self.tau_pos,
+            "tau_neg": self.tau_neg,
         }  # fmt: skip
         check_unread(self.gate, "swift", given, _UNSET)
         check(

@@ -27,8 +27,11 @@ from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_be
 
 __all__ = ["HPOActorWorker"]
 
-# ROLL's own values; a field that holds them counts as not set. Its examples set dual_clip_loss, whatever the loss.
-_UNSET = {"pg_clip": 0.2, "use_pg_clip_range": False, "importance_sampling": "token", "ratio_type": "token"}
+# ROLL's own values; a field that holds them counts as not set.
+_UNSET = {
+    "pg_clip": 0.2, "use_pg_clip_range": False, "importance_sampling": "token", "ratio_type": "token",
+    "dual_clip_loss": False,
+}  # fmt: skip
 
 
 class HPOActorWorker(ActorWorker):  # type: ignore[misc]

@@ -59,6 +59,12 @@ def reduced_loss(
     )
     told = told_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
     gate = _described(args) if told is None else told
+    check(
+        told is None or args.advantage_estimator not in ("gspo", "cispo"),
+        "advantage_estimator: {!r} has grpo's advantages and a loss that the gate {!r} replaces; set it to grpo",
+        args.advantage_estimator,
+        gate.name,
+    )
     anchored = "with --use-rollout-logprobs there is one old policy" if args.use_rollout_logprobs else ""
     check_gate(gate, trainer, one_policy=anchored)
     # slime's loss corrects under either flag

@@ -27,6 +27,13 @@ ARGUMENTS = {
     "sapo": ({"loss_type": "sapo", "tau_pos": 1.5}, False),
     "sequence": ({"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02}, True),
     "sequence_token": ({"loss_type": "grpo", "importance_sampling_level": "sequence_token", "epsilon": 0.02}, True),
+    **{
+        f"{level} and delta": (
+            {"loss_type": "grpo", "importance_sampling_level": level, "epsilon": 0.1, "delta": 1.15},
+            True,
+        )
+        for level in ("sequence", "sequence_token")
+    },
     "overlong": ({"loss_type": "bnpo", "overlong_filter": True}, True),
     "entropies": ({"loss_type": "dapo", "top_entropy_quantile": 0.4}, True),
     "off-policy sequences": ({"loss_type": "bnpo", "off_policy_sequence_mask_delta": 0.02}, True),
@@ -138,7 +145,6 @@ def test_another_gate_keeps_denominators_and_corrections(swift, ours):
         ({"loss_type": "real"}, None, "loss_type"),
         ({"loss_type": "fipo"}, None, "loss_type"),
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, None, "importance_sampling_level"),
-        ({"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 2.0}, None, "delta"),
         ({"loss_type": "dapo", "delta": 1.1}, None, "delta: expected >= 1 "),
         ({"loss_type": "grpo", "epsilon": 0.1}, hpo.gates.gspo(), "epsilon: the gate 'gspo' does not read it"),
         ({"loss_type": "grpo", "epsilon_high": 0.5}, hpo.gates.gspo(), "epsilon_high: the gate 'gspo'"),

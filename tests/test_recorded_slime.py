@@ -140,12 +140,17 @@ def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
     batch = Batch(per_token=True)
     sums = batch.mask.sum(1).tolist()
 
-    def theirs(logp):
+    def theirs(logp, *dual):
         mean = masked(logp - batch.old, batch.mask).sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True)
-        return (masked(clipped(mean, 0.0, batch.advantages, 0.05, 0.06), batch.mask).sum(1) / torch.tensor(sums)).sum()
+        terms = clipped(mean, 0.0, batch.advantages, 0.05, 0.06, *dual)
+        return (masked(terms, batch.mask).sum(1) / torch.tensor(sums)).sum()
 
     fields = {"advantage_estimator": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.06}
     equal(lambda logp: of_slime(batch, logp, sums, **fields), theirs, batch.logp)
+    assert theirs(batch.logp) != theirs(batch.logp, 1.02)
+    equal(
+        lambda logp: of_slime(batch, logp, sums, **fields, eps_clip_c=1.02), lambda logp: theirs(logp, 1.02), batch.logp
+    )
     monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
     equal(lambda logp: of_slime(batch, logp, sums), theirs, batch.logp)
 
@@ -167,7 +172,6 @@ def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
         ("dapo", {"advantage_estimator": "gspo"}, "^advantage_estimator: 'gspo' has .* the gate 'dapo' replaces; set"),
         ("dapo", {"advantage_estimator": "cispo"}, "^advantage_estimator: 'cispo' has .* the gate 'dapo' replaces"),
         ("reconstructed.p3o", {}, "level of groups"),
-        ("", {"advantage_estimator": "gspo", "eps_clip_c": 3.0}, "no dual clip"),
     ],
 )
 def test_slime_refuses_by_name(gate, fields, said, monkeypatch):

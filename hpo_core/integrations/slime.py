@@ -20,7 +20,7 @@ from .. import gates
 from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
-from .micro_batch import check_gate, clip_slots, packed_rows, token_loss, told_beside
+from .micro_batch import check_gate, clip_slots, packed_rows, sequence_clip, token_loss, told_beside
 
 __all__ = ["loss"]
 
@@ -158,8 +158,7 @@ def _described(args: Any) -> RatioGate:
     """The gate of slime's arguments."""
     low, high, dual = args.eps_clip, args.eps_clip_high, args.eps_clip_c
     if args.advantage_estimator == "gspo":
-        check(dual is None, "eps_clip_c: hpo_core's GSPO has no dual clip; leave it out")
-        return gates.gspo(low, high)
+        return sequence_clip(low, high, dual)
     if args.advantage_estimator == "cispo":
         return gates.cispo(ratio_cap=1 + high, ratio_low=max(1 - low, 0.0))
     return gates.ppo_clip(low, high, ratio_dual=dual)

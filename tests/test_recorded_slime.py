@@ -125,6 +125,12 @@ def test_slimes_log(per_token):
     weights = torch.ones(ROWS, 1) if per_token else 1 / torch.tensor(sums)[:, None]
     kl = (weights * masked(batch.old - batch.logp, batch.mask)).sum().item()
     assert one["ppo_kl"] == pytest.approx(kl, rel=1e-5)
+    gap = (weights * masked((batch.old - batch.rollout).abs(), batch.mask)).sum().item()
+    assert one["train_rollout_logprob_abs_diff"] == pytest.approx(gap, rel=1e-5)
+    fields = {"calculate_per_token_loss": per_token, "use_rollout_logprobs": True}
+    anchored = of_slime(batch, batch.logp, sums, **fields)[1]["train_rollout_logprob_abs_diff"]
+    gap = (weights * masked((batch.logp - batch.rollout).abs(), batch.mask)).sum().item()
+    assert anchored == pytest.approx(gap, rel=1e-5)
     assert list(one) == list(other) and one["hpo/nan_tokens"] == 0 and other["hpo/nan_tokens"] == 1
 
 

@@ -122,7 +122,11 @@ def reduced_loss(
         sum_of_sample_mean = theirs.get_sum_of_sample_mean(
             total, responses, kept_parts, batch["rollout_mask_sums"], args.calculate_per_token_loss
         )
-    sampler = torch.cat(batch["rollout_log_probs"]) if gate.reads_rollout else None
+    valid, sampler = torch.cat(masks) != 0, None
+    if batch.get("rollout_log_probs"):
+        sampler = torch.cat(batch["rollout_log_probs"])
+        gap = (logp.detach() if args.use_rollout_logprobs else old) - sampler
+        logged["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(torch.where(valid, gap.abs(), 0.0))
     out = token_loss(
         logp, old, torch.cat(batch["advantages"]), rows, gate, weights, rollout_logp=sampler, token_mask=kept,
         token_weight=token_weight,
@@ -147,7 +151,7 @@ def reduced_loss(
         "pg_loss": out.loss.detach(),
         "entropy_loss": entropy.detach(),
         "pg_clipfrac": (clipped * share).float(),
-        "ppo_kl": sum_of_sample_mean(torch.where(torch.cat(masks) != 0, old - logp.detach(), 0.0)),
+        "ppo_kl": sum_of_sample_mean(torch.where(valid, old - logp.detach(), 0.0)),
         # every micro-batch has the same names, because slime adds up what they log by its place
         **{f"hpo/{name}": out.metrics[name].float() for name in FLAGS},
         **logged,

@@ -24,9 +24,16 @@ ARGUMENTS = {
     "dapo": ({"loss_type": "dapo"}, True),
     "delta": ({"loss_type": "dapo", "delta": 1.4}, True),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.5}, False),
-    "sapo": ({"loss_type": "sapo"}, False),
+    "sapo": ({"loss_type": "sapo", "tau_pos": 1.5}, False),
     "sequence": ({"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02}, True),
     "sequence_token": ({"loss_type": "grpo", "importance_sampling_level": "sequence_token", "epsilon": 0.02}, True),
+    **{
+        f"{level} and delta": (
+            {"loss_type": "grpo", "importance_sampling_level": level, "epsilon": 0.1, "delta": 1.15},
+            True,
+        )
+        for level in ("sequence", "sequence_token")
+    },
     "overlong": ({"loss_type": "bnpo", "overlong_filter": True}, True),
     "entropies": ({"loss_type": "dapo", "top_entropy_quantile": 0.4}, True),
     "off-policy sequences": ({"loss_type": "bnpo", "off_policy_sequence_mask_delta": 0.02}, True),
@@ -52,7 +59,7 @@ def trainer(kind, logp, entropy, arguments, gate=None):
     told = {
         "beta": 0.0, "delta": None, "epsilon": 0.2, "epsilon_high": None, "importance_sampling_level": "token",
         "off_policy_sequence_mask_delta": None, "overlong_filter": False, "rollout_importance_sampling_mode": None,
-        "top_entropy_quantile": 1.0, **arguments,
+        "top_entropy_quantile": 1.0, "tau_pos": 1.0, "tau_neg": 1.05, **arguments,
     }  # fmt: skip
     scored = type("Scored", (kind,), {})
     made = scored.__new__(scored)
@@ -63,7 +70,7 @@ def trainer(kind, logp, entropy, arguments, gate=None):
     epsilon_high = told["epsilon"] if told["epsilon_high"] is None else told["epsilon_high"]
     made.__dict__ |= {
         **{name: told[name] for name in told if name not in ("delta", "epsilon", "epsilon_high")},
-        "epsilon_low": told["epsilon"], "epsilon_high": epsilon_high, "tau_pos": 1.0, "tau_neg": 1.05,
+        "epsilon_low": told["epsilon"], "epsilon_high": epsilon_high,
         "compute_entropy": told["top_entropy_quantile"] < 1, "kl_in_reward": False, "sdar_loss_coef": 0.0,
         "log_rollout_offpolicy_metrics": False, "disable_rollout_importance_sampling": False, "_has_teacher": False,
         "rollout_importance_sampling_threshold": 1.1, "max_completion_length": 20, "chord_sft_iterator": None,
@@ -138,11 +145,12 @@ def test_another_gate_keeps_denominators_and_corrections(swift, ours):
         ({"loss_type": "real"}, None, "loss_type"),
         ({"loss_type": "fipo"}, None, "loss_type"),
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, None, "importance_sampling_level"),
-        ({"loss_type": "grpo", "importance_sampling_level": "sequence", "delta": 2.0}, None, "delta"),
         ({"loss_type": "dapo", "delta": 1.1}, None, "delta: expected >= 1 "),
         ({"loss_type": "grpo", "epsilon": 0.1}, hpo.gates.gspo(), "epsilon: the gate 'gspo' does not read it"),
         ({"loss_type": "grpo", "epsilon_high": 0.5}, hpo.gates.gspo(), "epsilon_high: the gate 'gspo'"),
         ({"loss_type": "grpo", "delta": 2.0}, hpo.gates.gspo(), "delta"),
+        ({"loss_type": "sapo", "tau_pos": 2.0}, hpo.gates.gspo(), "tau_pos: the gate 'gspo' does not read it"),
+        ({"loss_type": "sapo", "tau_neg": 2.0}, hpo.gates.gspo(), "tau_neg: the gate 'gspo' does not read it"),
         (
             {"loss_type": "grpo", "rollout_importance_sampling_mode": "token_mask"},
             hpo.gates.icepop(),

@@ -125,6 +125,12 @@ def test_slimes_log(per_token):
     weights = torch.ones(ROWS, 1) if per_token else 1 / torch.tensor(sums)[:, None]
     kl = (weights * masked(batch.old - batch.logp, batch.mask)).sum().item()
     assert one["ppo_kl"] == pytest.approx(kl, rel=1e-5)
+    gap = (weights * masked((batch.old - batch.rollout).abs(), batch.mask)).sum().item()
+    assert one["train_rollout_logprob_abs_diff"] == pytest.approx(gap, rel=1e-5)
+    fields = {"calculate_per_token_loss": per_token, "use_rollout_logprobs": True}
+    anchored = of_slime(batch, batch.logp, sums, **fields)[1]["train_rollout_logprob_abs_diff"]
+    gap = (weights * masked((batch.logp - batch.rollout).abs(), batch.mask)).sum().item()
+    assert anchored == pytest.approx(gap, rel=1e-5)
     assert list(one) == list(other) and one["hpo/nan_tokens"] == 0 and other["hpo/nan_tokens"] == 1
 
 
@@ -140,12 +146,17 @@ def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
     batch = Batch(per_token=True)
     sums = batch.mask.sum(1).tolist()
 
-    def theirs(logp):
+    def theirs(logp, *dual):
         mean = masked(logp - batch.old, batch.mask).sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True)
-        return (masked(clipped(mean, 0.0, batch.advantages, 0.05, 0.06), batch.mask).sum(1) / torch.tensor(sums)).sum()
+        terms = clipped(mean, 0.0, batch.advantages, 0.05, 0.06, *dual)
+        return (masked(terms, batch.mask).sum(1) / torch.tensor(sums)).sum()
 
     fields = {"advantage_estimator": "gspo", "eps_clip": 0.05, "eps_clip_high": 0.06}
     equal(lambda logp: of_slime(batch, logp, sums, **fields), theirs, batch.logp)
+    assert theirs(batch.logp) != theirs(batch.logp, 1.02)
+    equal(
+        lambda logp: of_slime(batch, logp, sums, **fields, eps_clip_c=1.02), lambda logp: theirs(logp, 1.02), batch.logp
+    )
     monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
     equal(lambda logp: of_slime(batch, logp, sums), theirs, batch.logp)
 
@@ -164,8 +175,9 @@ def test_slimes_gspo_and_the_gate_of_the_environment(monkeypatch):
             "^custom_pg_loss_reducer_function_path: .*leave",
         ),
         ("gspo", {"eps_clip_high": 0.28}, "eps_clip_high: the gate 'gspo' does not read it.*or take HPO_GATE away"),
+        ("dapo", {"advantage_estimator": "gspo"}, "^advantage_estimator: 'gspo' has .* the gate 'dapo' replaces; set"),
+        ("dapo", {"advantage_estimator": "cispo"}, "^advantage_estimator: 'cispo' has .* the gate 'dapo' replaces"),
         ("reconstructed.p3o", {}, "level of groups"),
-        ("", {"advantage_estimator": "gspo", "eps_clip_c": 3.0}, "no dual clip"),
     ],
 )
 def test_slime_refuses_by_name(gate, fields, said, monkeypatch):

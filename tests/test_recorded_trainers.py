@@ -22,7 +22,6 @@ from trainer_batches import (
 
 import hpo_core as hpo
 from hpo_core import gates
-from hpo_core.integrations.turns import turns
 
 # ------------------------------------------------------------------------------------------------------------ prime-rl
 # LossInputs, LossOutputs and default_loss_fn of src/prime_rl/trainer/rl/loss.py at 559b447.
@@ -113,7 +112,7 @@ def of_easyr1(batch, logp, **fields):
 
 
 @pytest.mark.parametrize("mode", ["token", "seq"])
-@pytest.mark.parametrize("kind", ["default", "gspo", "cispo", "sapo"])
+@pytest.mark.parametrize("kind", ["default", "gspo", "gspo_token", "cispo", "sapo"])
 def test_easyr1(kind, mode):
     batch = Batch(empty_row=True, per_token=True)
     counts = batch.mask.sum(1, keepdim=True)
@@ -126,6 +125,7 @@ def test_easyr1(kind, mode):
         terms = {
             "default": lambda: clipped(logp, batch.old, batch.advantages, 0.2, 0.3, 1.2),
             "gspo": lambda: clipped(mean, 0.0, batch.advantages, 0.2, 0.3, 1.2),
+            "gspo_token": lambda: clipped(mean.detach() + logp - logp.detach(), 0.0, batch.advantages, 0.2, 0.3, 1.2),
             "cispo": lambda: -batch.advantages * logp * ratio.detach().clamp(0.8, 1.3),
             "sapo": lambda: -batch.advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1)),
         }[kind]()
@@ -152,7 +152,7 @@ def test_easyr1_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
         of_easyr1(batch, batch.logp)
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_type"):
-        of_easyr1(batch, batch.logp, loss_type="gspo_token")
+        of_easyr1(batch, batch.logp, loss_type="mean")
 
 
 # ------------------------------------------------------------------------------------------------------------- NeMo-RL
@@ -405,25 +405,32 @@ def test_roll_trains_agents_without_the_mask_of_samples_and_filters_their_entrop
     equal(lambda logp: of_roll(batch, logp, final, counted=False, **fields), theirs, batch.logp)
 
 
-@pytest.mark.parametrize(
-    ("fields", "gate"),
-    [
-        ({"importance_sampling": "seq"}, gates.gspo(0.05, 0.06)),
-        ({"ratio_type": "segment"}, gates.step_gspo(0.05, 0.06)),
-    ],
-)
-def test_roll_describes_ratios_of_sequences_and_segments(fields, gate):
-    batch = Batch(per_token=True)
-    fields |= {"dual_clip_loss": False, "pg_clip_low": 0.05, "pg_clip_high": 0.06}
-    packed = hpo.PackedBatch.from_padded(batch.mask, steps=turns(batch.mask))
-    expected = hpo.policy_loss(
-        batch.logp, batch.old, batch.advantages, packed, gate, advantage_level="token",
-        weights=torch.full((ROWS,), 1 / 99),
-    )  # fmt: skip
-    torch.testing.assert_close(of_roll(batch, batch.logp, **fields)[0], expected.loss)
-    assert abs(expected.loss - of_roll(batch, batch.logp, dual_clip_loss=False)[0]) > 1e-3
-    with pytest.raises(ValueError, match="has no dual clip; set it to false"):
-        of_roll(batch, batch.logp, **{**fields, "dual_clip_loss": True})
+def means(values, mask, of_turns):
+    """Of each row, or of each of its runs of valid tokens, at all its tokens."""
+    found = torch.zeros_like(values)
+    for row in range(ROWS):
+        begins = mask[row].long().diff(prepend=torch.zeros(1).long()) > 0
+        run_of = begins.cumsum(0) if of_turns else torch.ones_like(begins).long()
+        for run in range(1, int(run_of[-1]) + 1):
+            here = mask[row] & (run_of == run)
+            found[row, here] = values[row, here].mean()
+    return found
+
+
+@pytest.mark.parametrize("dual", [False, True])
+@pytest.mark.parametrize("field", ["importance_sampling", "ratio_type"])
+def test_roll_describes_ratios_of_sequences_and_segments(field, dual):
+    batch, of_turns = Batch(per_token=True), field == "ratio_type"
+
+    def theirs(logp):
+        mean = means(logp - batch.old, batch.mask, of_turns)
+        terms = clipped(mean, 0.0, batch.advantages, 0.05, 0.06, 1.01 if dual else None)
+        return masked(terms, batch.mask).sum() / 99
+
+    fields = {"dual_clip_loss": dual, "pg_clip": 0.005, "pg_clip_low": 0.05, "pg_clip_high": 0.06}
+    fields[field] = "segment" if of_turns else "seq"
+    equal(lambda logp: of_roll(batch, logp, **fields), theirs, batch.logp)
+    assert abs(theirs(batch.logp) - of_roll(batch, batch.logp, **{**fields, "dual_clip_loss": not dual})[0]) > 1e-4
 
 
 def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
@@ -433,14 +440,18 @@ def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
         batch.logp, batch.old, batch.advantages, batch.mask, gates.gspo(0.05, 0.06), advantage_level="token",
         weights=torch.full((ROWS,), 1 / 99),
     )  # fmt: skip
-    torch.testing.assert_close(of_roll(batch, batch.logp, use_pg_clip_range=False)[0], expected.loss)
-    silenced = {"pg_clip": 0.5, "use_pg_clip_range": True, "importance_sampling": "seq", "ratio_type": "segment"}
+    unset = {"use_pg_clip_range": False, "dual_clip_loss": False}
+    torch.testing.assert_close(of_roll(batch, batch.logp, **unset)[0], expected.loss)
+    silenced = {
+        "pg_clip": 0.5, "use_pg_clip_range": True, "importance_sampling": "seq", "ratio_type": "segment",
+        "dual_clip_loss": True,
+    }  # fmt: skip
     for field, value in silenced.items():
         with pytest.raises(ValueError, match=f"{field}: the gate 'gspo' does not read it; got {value}"):
-            of_roll(batch, batch.logp, **{"use_pg_clip_range": False, field: value})
+            of_roll(batch, batch.logp, **{**unset, field: value})
     monkeypatch.setenv("HPO_GATE", "icepop")
     with pytest.raises(ValueError, match="keeps to its own correction"):
-        of_roll(batch, batch.logp, use_pg_clip_range=False)
+        of_roll(batch, batch.logp, **unset)
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_agg_mode"):
         of_roll(batch, batch.logp, loss_agg_mode="mean")

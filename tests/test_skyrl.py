@@ -163,20 +163,34 @@ def test_what_would_lack_the_denominator_is_refused(gate, ours):
 
 
 @pytest.mark.parametrize(
-    ("name", "field"),
+    ("name", "field", "value"),
     [
-        ("hpo_dapo", "eps_clip_high"),
-        ("hpo_cispo", "eps_clip_low"),
-        ("hpo_ppo_clip", "clip_ratio_c"),
-        ("hpo_gspo", "clip_ratio_c"),
-        ("hpo_gspo_token", "clip_ratio_c"),
-        ("hpo_sapo", "eps_clip_low"),
+        ("hpo_dapo", "eps_clip_high", 0.1),
+        ("hpo_dapo", "kl_cov.ppo_kl_coef", 0.1),
+        ("hpo_cispo", "eps_clip_low", 0.1),
+        ("hpo_cispo", "cispo.cispo_anchor", "rollout"),
+        ("hpo_ppo_clip", "clip_ratio_c", 0.1),
+        ("hpo_dual_clip", "sapo.tau_neg", 0.1),
+        ("hpo_gspo", "clip_ratio_c", 0.1),
+        ("hpo_gspo_token", "clip_ratio_c", 0.1),
+        ("hpo_sapo", "eps_clip_low", 0.1),
+        ("hpo_dppo_tv", "dppo.delta_low", 0.1),
+        ("hpo_icepop", "cispo.cispo_eps_clip_high", 0.1),
     ],
 )
-def test_a_field_without_effect_is_refused(name, field, skyrl, ours):
-    batch = Batch()
-    with pytest.raises(ValueError, match=f"^{field}: the gate '.*' does not read it; got 0.1, leave it at SkyRL's"):
-        call(skyrl, name, batch, batch.advantages, configuration(**{field: 0.1}))(batch.logp)
+def test_a_field_without_effect_is_refused(name, field, value, skyrl, ours):
+    batch, config = Batch(), configuration(**{field: value})
+    with pytest.raises(ValueError, match=f"^{field}: the gate '.*' does not read it; got {value}, leave it at SkyRL's"):
+        call(skyrl, name, batch, batch.advantages, config)(batch.logp)
+
+
+def test_every_field_of_skyrls_losses_is_read_or_refused(skyrl, ours):
+    """A field that a new release adds is noticed here."""
+    config, values = configuration(), {}
+    for name in ("cispo", "clip_cov", "dppo", "kl_cov", "sapo"):
+        values |= {f"{name}.{field}": value for field, value in vars(getattr(config, name)).items()}
+    values |= {field: getattr(config, field) for field in ("eps_clip_low", "eps_clip_high", "clip_ratio_c")}
+    assert values == ours._UNSET
 
 
 def test_refusals(skyrl, ours):

@@ -324,7 +324,6 @@ def test_areal_takes_the_gate_of_the_environment(monkeypatch):
         ("reconstructed.p3o", {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ("kl_cov", {}, "needs"),
         ("", {"importance_sampling_level": "row"}, "expected one of token, sequence"),
-        ("", {"importance_sampling_level": "sequence", "c_clip": 3.0}, "no dual clip"),
         ("", {"use_sapo_loss": True, "use_decoupled_loss": True}, "no proximal policy"),
     ],
 )

@@ -49,7 +49,7 @@ SETTINGS = {
     "cispo with kl": {"loss_type": "cispo", "epsilon_high": 1.2, "beta": 0.1},
     "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 0.8},
     "vespo": {"loss_type": "vespo"},
-    "vespo, other shapes": {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_neg": 1.5},
+    "vespo, other shapes": {"loss_type": "vespo", "vespo_k_pos": 1.0, "vespo_lambda_pos": 0.0, "vespo_k_neg": 1.5},
     "off-policy mask": {"off_policy_mask_threshold": 0.05},
     "sapo, off-policy mask and kl": {"loss_type": "sapo", "off_policy_mask_threshold": 0.01, "beta": 0.1},
     "entropy": {"top_entropy_quantile": 0.3},

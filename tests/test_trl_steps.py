@@ -60,8 +60,9 @@ def expected_of(masks, steps, rewards):
 @pytest.mark.parametrize("seed", range(5))
 def test_turns_get_the_advantages_of_their_steps(seed, tmp_path, monkeypatch):
     masks, steps, rewards = completions(seed)
+    told = [own or [Step("room 0", 9.0)] for own in steps]  # of a truncated completion, which TRL masks throughout
     trainer = build(
-        hpo_trl.HPOTrainer, tmp_path, extra={"advantage": GIGPO, "steps": lambda **_: steps}, num_generations=GROUP
+        hpo_trl.HPOTrainer, tmp_path, extra={"advantage": GIGPO, "steps": lambda **_: told}, num_generations=GROUP
     )
     trainer.reward_weights = torch.tensor([1.0, 0.5])
     monkeypatch.setattr(trl.GRPOTrainer, "_calculate_rewards", lambda *_, **__: rewards.clone())

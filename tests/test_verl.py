@@ -5,6 +5,7 @@ import importlib
 import inspect
 import os
 import pickle
+import re
 
 import pytest
 import torch
@@ -42,6 +43,18 @@ def registry():
     yield
     core_algos.POLICY_LOSS_REGISTRY.clear()
     core_algos.POLICY_LOSS_REGISTRY.update(before)
+
+
+def test_every_field_that_verls_losses_read_is_read_or_refused():
+    """A field of a new release is noticed here."""
+    by_ppo_loss = {"loss_agg_mode", "loss_scale_factor", "loss_mode", "entropy_coeff", "use_kl_loss", "kl_loss_type"}
+    by_ppo_loss |= {"kl_loss_coef", "policy_loss", "rollout_correction", "global_batch_info"}
+    fields = {*workers.ActorConfig.__dataclass_fields__, *workers.PolicyLossConfig.__dataclass_fields__}
+    read = set()
+    for loss in (*core_algos.POLICY_LOSS_REGISTRY.values(), inspect.unwrap(losses.ppo_loss)):
+        source = "" if isinstance(loss, functools.partial) else inspect.getsource(loss)
+        read |= fields & {*re.findall(r"\bconfig\.(?:policy_loss\.)?(?:get\(\s*\")?(\w+)", source)}
+    assert read - by_ppo_loss == {*hpo_verl.module()._UNSET}
 
 
 @pytest.mark.parametrize("counts", COUNTS)

@@ -142,7 +142,8 @@ def vespo(k: tuple[float, float] = (2.0, 3.0), lam: tuple[float, float] = (3.0, 
     Args:
         k, lam: for ``A >= 0`` and ``A < 0``, those of TRL.
 
-    Traps: TRL also clamps log W to [log 1e-8, 20]; phi is below 1e-6 there already.
+    Traps: TRL also clamps log W to [log 1e-8, 20]; with these numbers phi is below 1e-6 there already, with a k below 1
+    it is not.
 
     >>> vespo().first_order.name
     'EXACT'

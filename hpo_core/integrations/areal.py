@@ -22,7 +22,7 @@ from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, fractions, packed_rows, padded_rows, token_loss, told_beside
+from .micro_batch import check_gate, fractions, packed_rows, padded_rows, sequence_clip, token_loss, told_beside
 from .named import VARIABLE, told_gate
 from .replaced import replaced
 
@@ -146,8 +146,7 @@ def _described(fields: dict[str, Any], positive: float, negative: float, decoupl
         check(level == "token", "importance_sampling_level: hpo_core's SAPO is one of tokens; got {!r}", level)
         return gates.sapo(positive, negative)
     if level == "sequence":
-        check(fields["c_clip"] is None, "c_clip: hpo_core's GSPO has no dual clip; set it to null")
-        return gates.gspo(low, high)
+        return sequence_clip(low, high, fields["c_clip"])
     return gates.ppo_clip(low, high, ratio_dual=fields["c_clip"])
 
 

@@ -14,8 +14,9 @@ import torch
 
 from .. import gates
 from ..arguments import check_choice
-from ..gates import Clip, Drop, Level, RatioGate
-from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_beside, weights_of
+from ..gates import RatioGate
+from ..specs import Routing
+from .micro_batch import check_gate, fractions, padded_rows, sequence_clip, token_loss, told_beside, weights_of
 from .named import told_gate
 from .replaced import after_import, run_under_ray
 
@@ -76,16 +77,14 @@ def compute_policy_loss(
 
 def _described(kind: str, low: float, high: float, dual: float, positive: float, negative: float) -> RatioGate:
     """The gate of EasyR1's ``loss_type``."""
-    check_choice("loss_type", kind, ("default", "gspo", "cispo", "sapo"))
+    check_choice("loss_type", kind, ("default", "gspo", "gspo_token", "cispo", "sapo"))
     if kind == "cispo":
         return gates.cispo(ratio_cap=1 + high, ratio_low=1 - low)
     if kind == "sapo":
         return gates.sapo(positive, negative)
-    made = gates.ppo_clip(low, high, ratio_dual=dual)
     if kind == "default":
-        return made
-    assert isinstance(made.token, Clip)
-    return RatioGate("gspo", Drop(), (Level(made.token),), source="EasyR1; arXiv 2507.18071")
+        return gates.ppo_clip(low, high, ratio_dual=dual)
+    return sequence_clip(low, high, dual, routing=Routing.THROUGH if kind == "gspo" else Routing.SELF)
 
 
 def install() -> None:

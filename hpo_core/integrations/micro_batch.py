@@ -12,7 +12,7 @@ from .. import aggregation, gates
 from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check, require_type
-from ..gates import RatioGate
+from ..gates import Clip, Drop, Level, RatioGate
 from ..kl import KLPenalty
 from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, SLOTS, Metrics
@@ -108,6 +108,18 @@ def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: s
         gate.name,
         setting,
     )
+
+
+def sequence_clip(low: float, high: float, ratio_dual: float | None = None, **level: Any) -> RatioGate:
+    """GSPO with the dual clip that trainers add to it. ``level``: its unit and routing, where they are others.
+
+    >>> from hpo_core import gates
+    >>> sequence_clip(3e-4, 4e-4).levels == gates.gspo().levels
+    True
+    """
+    clip = gates.ppo_clip(low, high, ratio_dual=ratio_dual).token
+    assert isinstance(clip, Clip)
+    return RatioGate("gspo", Drop(), (Level(clip, **level),), source="arXiv 2507.18071")
 
 
 def padded_rows(mask: torch.Tensor, gate: RatioGate, group_ids: torch.Tensor | None = None) -> PackedBatch:

@@ -25,12 +25,16 @@ from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
-from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows, token_loss
+from ..specs import Routing
+from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows, sequence_clip, token_loss
 
 __all__ = ["HPOSwiftTrainer", "use"]
 
 # swift's own values; an argument that holds them counts as not set.
-_UNSET = {"importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": 0.2, "delta": None}
+_UNSET = {
+    "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": 0.2, "delta": None, "tau_pos": 1.0,
+    "tau_neg": 1.05,
+}  # fmt: skip
 
 
 class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
@@ -63,7 +67,8 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         check_gate(self.gate, "ms-swift")
         given = {
             "importance_sampling_level": self.importance_sampling_level, "epsilon": self.epsilon_low,
-            "epsilon_high": self.epsilon_high, "delta": self.args.delta,
+            "epsilon_high": self.epsilon_high, "delta": self.args.delta, "tau_pos": self.tau_pos,
+            "tau_neg": self.tau_neg,
         }  # fmt: skip
         check_unread(self.gate, "swift", given, _UNSET)
         check(
@@ -83,14 +88,13 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
                 if self.loss_type == "cispo"
                 else gates.sapo(self.tau_pos, self.tau_neg)
             )
+        least = 1 + self.epsilon_high
+        check(delta is None or delta >= least, "delta: expected >= 1 + epsilon_high = {}, got {}", least, delta)
         if level == "token":
-            least = 1 + self.epsilon_high
-            check(delta is None or delta >= least, "delta: expected >= 1 + epsilon_high = {}, got {}", least, delta)
             return gates.ppo_clip(self.epsilon_low, self.epsilon_high, ratio_dual=delta)
-        check(delta is None, "delta: hpo_core's gates of sequences have no dual clip; leave it out")
-        make = {"sequence": gates.gspo, "sequence_token": gates.gspo_token}
-        check_choice("importance_sampling_level", level, ("token", *make))
-        return make[level](self.epsilon_low, self.epsilon_high)
+        routings = {"sequence": Routing.THROUGH, "sequence_token": Routing.SELF}
+        check_choice("importance_sampling_level", level, ("token", *routings))
+        return sequence_clip(self.epsilon_low, self.epsilon_high, delta, routing=routings[level])
 
     def _compute_loss_and_metrics(
         self, model: Any, model_inputs: dict[str, Any], grpo_batch: Any

@@ -20,8 +20,8 @@ from .. import aggregation, gates
 from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
-from ..gates import Clip, Drop, Level, RatioGate
-from .micro_batch import check_gate, check_unread, fractions, padded_rows, token_loss, warn_of_flags
+from ..gates import RatioGate
+from .micro_batch import check_gate, check_unread, fractions, padded_rows, sequence_clip, token_loss, warn_of_flags
 from .named import named_gate, told_gate
 from .replaced import run_under_ray
 
@@ -69,9 +69,7 @@ class HPOPolicyLoss(torch.nn.Module):
         if told is not None:
             check_unread(told, "OpenRLHF", flags, _UNSET, " or take HPO_GATE away")
         elif policy_loss_type == "gspo":
-            clip = gates.ppo_clip(clip_eps_low, clip_eps_high, ratio_dual=dual_clip).token
-            assert isinstance(clip, Clip)
-            told = RatioGate("gspo", Drop(), (Level(clip),), source="OpenRLHF; arXiv 2507.18071")
+            told = sequence_clip(clip_eps_low, clip_eps_high, dual_clip)
             self.per_token, self.anchors_sampler = False, is_correction_level != "off"
         else:
             check_choice("policy_loss_type", policy_loss_type, ("ppo", "gspo"))

@@ -23,12 +23,16 @@ from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
-from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_beside, weights_of
+from ..specs import Unit
+from .micro_batch import check_gate, fractions, padded_rows, sequence_clip, token_loss, told_beside, weights_of
 
 __all__ = ["HPOActorWorker"]
 
-# ROLL's own values; a field that holds them counts as not set. Its examples set dual_clip_loss, whatever the loss.
-_UNSET = {"pg_clip": 0.2, "use_pg_clip_range": False, "importance_sampling": "token", "ratio_type": "token"}
+# ROLL's own values; a field that holds them counts as not set.
+_UNSET = {
+    "pg_clip": 0.2, "use_pg_clip_range": False, "importance_sampling": "token", "ratio_type": "token",
+    "dual_clip_loss": False,
+}  # fmt: skip
 
 
 class HPOActorWorker(ActorWorker):  # type: ignore[misc]
@@ -129,9 +133,9 @@ def _described(config: Any) -> RatioGate:
     """The gate of the yaml: PPO's clip of tokens, of RLVR's sequences or of agents' segments. ROLL's dual clip is at
     ``1 + 2 pg_clip``."""
     bounds = (config.pg_clip_low, config.pg_clip_high) if config.use_pg_clip_range else (config.pg_clip,) * 2
-    for name, unit, make in (("importance_sampling", "seq", gates.gspo), ("ratio_type", "segment", gates.step_gspo)):
-        if getattr(config, name, "token") == unit:
-            check(not config.dual_clip_loss, "dual_clip_loss: hpo_core's gate of {}: {} has no dual clip; set it to "
-                  "false", name, unit)  # fmt: skip
-            return make(*bounds)
-    return gates.ppo_clip(*bounds, ratio_dual=1 + 2 * config.pg_clip if config.dual_clip_loss else None)
+    dual = 1 + 2 * config.pg_clip if config.dual_clip_loss else None
+    if getattr(config, "importance_sampling", "token") == "seq":
+        return sequence_clip(*bounds, dual)
+    if getattr(config, "ratio_type", "token") == "segment":
+        return sequence_clip(*bounds, dual, unit=Unit.STEP)
+    return gates.ppo_clip(*bounds, ratio_dual=dual)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import runpy
 from collections.abc import Callable
 from typing import Any
@@ -46,8 +47,15 @@ PRESETS = (
     *("rec", "reinforce", "spo", "step_gspo", "tis", "topr", "triplet_clip", "vespo"),
 )
 
-# SkyRL's own values; a field that holds them counts as not set.
-_UNSET = {"eps_clip_low": 0.2, "eps_clip_high": 0.2, "clip_ratio_c": 3.0}
+# What SkyRL's losses read, and SkyRL's own values; a field that holds them counts as not set.
+_CLIPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
+_CISPO = {"cispo.cispo_eps_clip_low": 1.0, "cispo.cispo_eps_clip_high": 4.0}
+_SAPO = {"sapo.tau_pos": 1.0, "sapo.tau_neg": 1.05}
+_UNSET = {
+    **_CLIPS, **_CISPO, **_SAPO, "clip_ratio_c": 3.0, "cispo.cispo_anchor": "old", "dppo.dppo_type": "binary_tv",
+    "dppo.delta_low": 0.2, "dppo.delta_high": 0.2, "clip_cov.clip_ratio": 2e-4, "clip_cov.clip_cov_lb": 1.0,
+    "clip_cov.clip_cov_ub": 5.0, "kl_cov.kl_cov_frac": 0.2, "kl_cov.ppo_kl_coef": 1.0,
+}  # fmt: skip
 
 # Objectives with a term that does not grow with the advantage.
 _NOT_PROPORTIONAL = (Head.LOG, Head.MIRROR)
@@ -96,7 +104,7 @@ def _policy_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """What SkyRL calls: all ``[B, L]``. The advantages carry the denominator already, so the loss is a sum."""
     if isinstance(gate, RatioGate):
-        _unread(gate, config, *_UNSET)
+        _reading(gate, config)
     else:
         gate = gate(config)
         require_type(
@@ -161,42 +169,38 @@ def _advantage(
 # -------------------------------------------------------------------------------- gates from SkyRL's configuration
 
 
-def _unread(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
-    """The gate, which reads none of these fields."""
-    given = {field: getattr(config, field) for field in fields}
+def _reading(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
+    """The gate, which reads no fields but these."""
+    given = {field: operator.attrgetter(field)(config) for field in _UNSET if field not in fields}
     check_unread(gate, "SkyRL", given, _UNSET, " or choose another policy_loss_type")
     return gate
 
 
 def _ppo_clip(config: Any) -> RatioGate:
-    return _unread(gates.ppo_clip(config.eps_clip_low, config.eps_clip_high), config, "clip_ratio_c")
+    return _reading(gates.ppo_clip(config.eps_clip_low, config.eps_clip_high), config, *_CLIPS)
 
 
 def _dual_clip(config: Any) -> RatioGate:
-    return gates.ppo_clip(config.eps_clip_low, config.eps_clip_high, config.clip_ratio_c)
+    gate = gates.ppo_clip(config.eps_clip_low, config.eps_clip_high, config.clip_ratio_c)
+    return _reading(gate, config, *_CLIPS, "clip_ratio_c")
 
 
 def _gspo(config: Any) -> RatioGate:
-    return _unread(gates.gspo(config.eps_clip_low, config.eps_clip_high), config, "clip_ratio_c")
+    return _reading(gates.gspo(config.eps_clip_low, config.eps_clip_high), config, *_CLIPS)
 
 
 def _gspo_token(config: Any) -> RatioGate:
-    return _unread(gates.gspo_token(config.eps_clip_low, config.eps_clip_high), config, "clip_ratio_c")
+    return _reading(gates.gspo_token(config.eps_clip_low, config.eps_clip_high), config, *_CLIPS)
 
 
 def _cispo(config: Any) -> RatioGate:
     told = config.cispo
-    check(
-        told.cispo_anchor == "old",
-        "cispo.cispo_anchor: hpo_cispo compares with the old policy, got {!r}",
-        told.cispo_anchor,
-    )
     gate = gates.cispo(ratio_cap=1 + told.cispo_eps_clip_high, ratio_low=max(1 - told.cispo_eps_clip_low, 0.0))
-    return _unread(gate, config, *_UNSET)
+    return _reading(gate, config, *_CISPO)
 
 
 def _sapo(config: Any) -> RatioGate:
-    return _unread(gates.sapo(config.sapo.tau_pos, config.sapo.tau_neg), config, *_UNSET)
+    return _reading(gates.sapo(config.sapo.tau_pos, config.sapo.tau_neg), config, *_SAPO)
 
 
 def _register_all() -> None:

@@ -20,7 +20,7 @@ from .. import gates
 from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
-from .micro_batch import check_gate, clip_slots, packed_rows, token_loss, told_beside
+from .micro_batch import check_gate, clip_slots, packed_rows, sequence_clip, token_loss, told_beside
 
 __all__ = ["loss"]
 
@@ -59,6 +59,12 @@ def reduced_loss(
     )
     told = told_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
     gate = _described(args) if told is None else told
+    check(
+        told is None or args.advantage_estimator not in ("gspo", "cispo"),
+        "advantage_estimator: {!r} has grpo's advantages and a loss that the gate {!r} replaces; set it to grpo",
+        args.advantage_estimator,
+        gate.name,
+    )
     anchored = "with --use-rollout-logprobs there is one old policy" if args.use_rollout_logprobs else ""
     check_gate(gate, trainer, one_policy=anchored)
     # slime's loss corrects under either flag
@@ -116,7 +122,11 @@ def reduced_loss(
         sum_of_sample_mean = theirs.get_sum_of_sample_mean(
             total, responses, kept_parts, batch["rollout_mask_sums"], args.calculate_per_token_loss
         )
-    sampler = torch.cat(batch["rollout_log_probs"]) if gate.reads_rollout else None
+    valid, sampler = torch.cat(masks) != 0, None
+    if batch.get("rollout_log_probs"):
+        sampler = torch.cat(batch["rollout_log_probs"])
+        gap = (logp.detach() if args.use_rollout_logprobs else old) - sampler
+        logged["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(torch.where(valid, gap.abs(), 0.0))
     out = token_loss(
         logp, old, torch.cat(batch["advantages"]), rows, gate, weights, rollout_logp=sampler, token_mask=kept,
         token_weight=token_weight,
@@ -141,7 +151,7 @@ def reduced_loss(
         "pg_loss": out.loss.detach(),
         "entropy_loss": entropy.detach(),
         "pg_clipfrac": (clipped * share).float(),
-        "ppo_kl": sum_of_sample_mean(torch.where(torch.cat(masks) != 0, old - logp.detach(), 0.0)),
+        "ppo_kl": sum_of_sample_mean(torch.where(valid, old - logp.detach(), 0.0)),
         # every micro-batch has the same names, because slime adds up what they log by its place
         **{f"hpo/{name}": out.metrics[name].float() for name in FLAGS},
         **logged,
@@ -152,8 +162,7 @@ def _described(args: Any) -> RatioGate:
     """The gate of slime's arguments."""
     low, high, dual = args.eps_clip, args.eps_clip_high, args.eps_clip_c
     if args.advantage_estimator == "gspo":
-        check(dual is None, "eps_clip_c: hpo_core's GSPO has no dual clip; leave it out")
-        return gates.gspo(low, high)
+        return sequence_clip(low, high, dual)
     if args.advantage_estimator == "cispo":
         return gates.cispo(ratio_cap=1 + high, ratio_low=max(1 - low, 0.0))
     return gates.ppo_clip(low, high, ratio_dual=dual)

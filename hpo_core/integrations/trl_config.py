@@ -104,8 +104,8 @@ def _gate(args: Any) -> RatioGate:
     if kind == "sapo":
         return gates.sapo(args.sapo_temperature_pos, args.sapo_temperature_neg)
     if kind == "vespo":
-        k = (args.vespo_k_pos, args.vespo_k_neg)
-        return gates.vespo(k, (args.vespo_lambda_pos, args.vespo_lambda_neg))
+        lam = (max(args.vespo_lambda_pos, 1e-4), max(args.vespo_lambda_neg, 1e-4))  # as TRL has it
+        return gates.vespo((args.vespo_k_pos, args.vespo_k_neg), lam)
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if kind == "cispo":
         check(

@@ -42,7 +42,8 @@ def steps_of_turns(
 
     Args:
         batch: B completions whose steps are their :func:`turns`.
-        steps: for each completion one for each of its turns.
+        steps: for each completion one for each of its turns. Those of a completion without valid tokens, as of one
+            that was truncated and is masked throughout, are in no statistic.
         outcomes: ``[B]``, the reward of each completion, added to that of its last step.
 
     >>> mask = torch.tensor([[True, False, True], [True, True, False]])
@@ -53,8 +54,9 @@ def steps_of_turns(
     (tensor([0.0000, 1.5000, 0.0000]), tensor([0, 0, 1]))
     """
     row = batch.row_of_step()
-    _check_steps(steps, row.bincount(minlength=batch.rows).tolist())
-    flat = [step for of_row in steps for step in of_row]
+    counts = row.bincount(minlength=batch.rows).tolist()
+    _check_steps(steps, counts)
+    flat = [step for of_row, count in zip(steps, counts, strict=True) if count for step in of_row]
     rewards = torch.tensor([step.reward for step in flat], dtype=torch.float32, device=row.device)
     last = torch.ones_like(row, dtype=torch.bool)
     last[:-1] = row[1:] != row[:-1]
@@ -73,7 +75,7 @@ def _check_steps(steps: Sequence[Sequence[Step]], turns: list[int]) -> None:
         is_list = isinstance(of_row, Sequence) and not isinstance(of_row, str | Step)
         require_type(is_list, "{}: expected a list of Step, one for each turn, got {!r}", name, of_row)
         check(
-            len(of_row) == count,
+            count in (0, len(of_row)),
             "{}: expected {} steps, got {}; a turn is a run of tokens that no tool wrote, and each has its Step",
             name,
             count,

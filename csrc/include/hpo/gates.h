@@ -107,8 +107,15 @@ HPO_INLINE TermNumber<F> kl_term(KLEstimator estimator, KLGradient gradient, F s
 }
 
 // Whether a token with this factor on its penalty pays any, and the weight of its row times the factor of one that does.
-HPO_INLINE bool pays_penalty(float kl_weight) { return (kl_weight != 0.0f) & (kl_weight - kl_weight == 0.0f); }
-HPO_INLINE float penalty_share(float weight, float kl_weight) { return clamp(weight * kl_weight, -FLT_MAX, FLT_MAX); }
+template <class F>
+HPO_INLINE typename Number<F>::Int pays_penalty(F kl_weight) {
+  return Number<F>::mask((kl_weight != F{}) & (kl_weight - kl_weight == F{}));
+}
+
+template <class F>
+HPO_INLINE F penalty_share(F weight, F kl_weight) {
+  return clamp(weight * kl_weight, all<F>(-FLT_MAX), all<F>(FLT_MAX));
+}
 
 // Beyond it a gamma gate is far below -kSaturation anyway, and infinite it would be 0 * inf = NaN where nothing flows.
 constexpr double kGammaSaturation = 80.0;

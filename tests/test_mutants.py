@@ -94,8 +94,8 @@ MUTANTS = {
         "test_advantages.test_p3_second_moment", {"ddof": 1},
     ),
     "cuda: a ratio at its bound is clipped": Mutant(
-        "cuda_emulated", "include/hpo/gates.h",
-        "return {clipped, clipped == ratio};", "return {clipped, clipped == ratio && ratio < high};",
+        "cuda_emulated", "cuda/gates_ratio.cuh",
+        "clipped == ratio && !drop", "clipped == ratio && !drop && ratio < high",
         "test_gates.test_ratio_exactly_at_its_bound_passes_the_gradient", {},
     ),
     "cuda: masked tokens are read": Mutant(

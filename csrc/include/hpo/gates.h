@@ -26,19 +26,6 @@ HPO_INLINE LogRatio log_ratio(float logp, float old_logp) {
   return {clamp(x, -kSaturation, kSaturation), x != x, infinite};
 }
 
-template <class F>
-struct GatedNumber {
-  F ratio;                         // e^g(u)
-  typename Number<F>::Int inside;  // derivative 1 (the bounds included) or 0
-};
-using Gated = GatedNumber<float>;
-
-template <class F>
-HPO_INLINE GatedNumber<F> clip_ratio(F ratio, F low, F high) {
-  const F clipped = clamp_number(ratio, low, high);
-  return {clipped, clipped == ratio};
-}
-
 // Bounds of tokens outside these limits are no ratios: they are epsilons, or computed from a broken entropy. A bound that is
 // meant to be 1 may be rounded.
 constexpr float kLowest = 0.0f, kHighestLow = 1.0f + 1e-6f, kLowestHigh = 1.0f - 1e-6f;
@@ -66,19 +53,6 @@ constexpr float kScoreSaturation = 2e37f;
 template <class F>
 HPO_INLINE F scored(F loss) {
   return clamp(loss, all<F>(-kScoreSaturation), all<F>(kScoreSaturation));
-}
-
-template <class F>
-HPO_INLINE TermNumber<F> policy_term(bool score_head, F a, GatedNumber<F> gated, F logp) {
-  const F value = policy_value(a, gated.ratio);
-  if (score_head) return {scored(value * logp), value};
-  return {value, gated.inside ? value : F{}};
-}
-
-// Of a token whose log-ratio was infinite: no derivative, and no value that logp would enter.
-HPO_INLINE Term policy_term(bool score_head, float a, Gated gated, float logp, bool finite) {
-  const Term term = policy_term(score_head, a, gated, logp);
-  return {finite || !score_head ? term.loss : 0.0f, finite ? term.grad : 0.0f};
 }
 
 // Within it k3 and its derivative take no exponential.

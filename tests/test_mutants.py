@@ -94,8 +94,8 @@ MUTANTS = {
         "test_advantages.test_p3_second_moment", {"ddof": 1},
     ),
     "cuda: a ratio at its bound is clipped": Mutant(
-        "cuda_emulated", "include/hpo/gates.h",
-        "return {clipped, clipped == ratio};", "return {clipped, clipped == ratio && ratio < high};",
+        "cuda_emulated", "cuda/gates_ratio.cuh",
+        "clipped == ratio && !drop", "clipped == ratio && !drop && ratio < high",
         "test_gates.test_ratio_exactly_at_its_bound_passes_the_gradient", {},
     ),
     "cuda: masked tokens are read": Mutant(
@@ -670,13 +670,13 @@ MUTANTS = {
     ),
     "cpu: the coefficient of a penalty counts on the fast path alone": Mutant(
         "cpu", "cpu/gates_penalty.h",
-        "penalty_share(weight[i], kl_weight[i])", "weight[i]",
+        "penalty_share<Floats>(load(weight), factor)", "load(weight)",
         "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
         {"gate": gates.dapo(), "lengths": (700, 348, 1000, 345, 7)},
     ),
     "cpu: a penalty whose coefficient is not finite is infinite": Mutant(
         "cpu", "include/hpo/gates.h",
-        "(kl_weight != 0.0f) & (kl_weight - kl_weight == 0.0f)", "true",
+        "(kl_weight != F{}) & (kl_weight - kl_weight == F{})", "kl_weight == kl_weight || true",
         "test_selection.test_a_coefficient_that_is_not_finite_is_0", {"gate": gates.dapo()},
     ),
     "cuda: a penalty whose coefficient is not finite is infinite": Mutant(

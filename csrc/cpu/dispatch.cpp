@@ -16,41 +16,15 @@ HPO_DECLARE_KERNELS(avx512)
 
 namespace {
 
-// What kernels.h declares, once for the types and for the values of a table.
-#define HPO_EACH_KERNEL(DO, isa)      \
-  DO(isa, policy_loss_workspace)      \
-  DO(isa, policy_loss)                \
-  DO(isa, hierarchy_workspace)        \
-  DO(isa, hierarchy)                  \
-  DO(isa, correction_workspace)       \
-  DO(isa, correction)                 \
-  DO(isa, group_normalise_workspace)  \
-  DO(isa, group_normalise)            \
-  DO(isa, group_statistics_workspace) \
-  DO(isa, group_statistics)           \
-  DO(isa, recurrence)                 \
-  DO(isa, window_score_workspace)     \
-  DO(isa, window_score)               \
-  DO(isa, order_statistic_workspace)  \
-  DO(isa, order_statistic)            \
-  DO(isa, select)                     \
-  DO(isa, order_statistics_workspace) \
-  DO(isa, order_statistics)           \
-  DO(isa, row_counts)                 \
-  DO(isa, row_spans)                  \
-  DO(isa, token_logprobs)             \
-  DO(isa, token_logprobs_backward)    \
-  DO(isa, widen)
-
 struct Kernels {
   const char* name;         // as in HPO_CORE_ISA
   const char* description;
   bool supported;           // by this CPU
-#define HPO_MEMBER(isa, kernel) decltype(&hpo::isa::kernel) kernel;
+#define HPO_MEMBER(isa, result, kernel, parameters) decltype(&hpo::isa::kernel) kernel;
   HPO_EACH_KERNEL(HPO_MEMBER, generic)
 };
 
-#define HPO_VALUE(isa, kernel) hpo::isa::kernel,
+#define HPO_VALUE(isa, result, kernel, parameters) hpo::isa::kernel,
 #define HPO_KERNELS(isa, description, supported) {#isa, description, supported, HPO_EACH_KERNEL(HPO_VALUE, isa)}
 
 // A child process after fork() has no OpenMP threads, and libgomp would wait for those of the parent for ever. Results do not

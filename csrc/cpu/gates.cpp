@@ -44,17 +44,15 @@ struct Gate {
 
   GateCounts operator()(const Call& call, int64_t first, int n, const Segments&, Tile& tile, const float* coefficient,
                         float* loss, float* grad) const {
-    const float* logp = call.args.logp + first;
-    const GateCounts counts = token_loop(tile_bounds(call, first), tile, coefficient, logp, loss, grad, n);
+    const GateCounts counts = token_loop(call, first, n, tile, coefficient, loss, grad);
     drop_infinite(call, n, tile, loss, grad);
     return counts;
   }
 };
 
 void run_token_gate(const Call& call, int threads, const Workspace& space) {
-  const bool score = call.structure.head == Head::score;
   const BoundsKind kind = bounds_kind(call);
-  const Gate gate = {score ? pick_token_gate<true>(kind) : pick_token_gate<false>(kind)};
+  const Gate gate = {pick_token_gate(kind)};
   const PolicyLossArgs without = without_gradient(call.args);
   const Call losses = {without, call.structure, call.numbers, call.rows};
   const Calls calls(call), calls_of_losses(losses);

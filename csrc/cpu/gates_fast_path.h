@@ -185,35 +185,6 @@ HPO_INLINE void put_term(const Vector& vector, const TermNumber<Floats>& term, R
   vector.store(term.grad, grad);
 }
 
-// A fast-path tile of the first of two sweeps: its log-ratios are kept.
-struct FastLogRatios {
-  float* log_ratios;
-
-  template <class Vector>
-  HPO_INLINE void operator()(const Vector& vector, Ints, Floats) {
-    store_lanes(vector.x, log_ratios + vector.i);
-  }
-  HPO_INLINE void end_run() {}
-};
-
-inline bool measure_fast(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
-                         Partial& partial) {
-  const PolicyLossArgs& args = call.args;
-  if (load_rows(args, first, n, segments, tile)) return false;
-  pad(tile.kind, n, kAbsent);
-  const bool fast = guess_near(tile.near, [&](auto near) {
-    constexpr bool kTakenForNear = decltype(near)::value;
-    FastLogRatios keep = {tile.x};
-    return args.mask ? sweep_many_rows<kTakenForNear, true>(args, first, n, partial, keep, tile)
-                     : sweep_many_rows<kTakenForNear, false>(args, first, n, partial, keep, tile);
-  });
-  if (!fast) return false;
-  tile.exceptional = false;
-  tile.chosen = tile.kind;
-  mark_rows(segments, tile.kind, seen);
-  return true;
-}
-
 // Sums over a row in a fast-path tile, by the first of two sweeps.
 struct RowLogRatios {
   int64_t valid = 0, fixed = 0, rising = 0;  // log-ratios in fixed point, and those of them that are not negative
@@ -261,14 +232,17 @@ template <bool kSplit, FirstSweep kSweep, bool kTakenForNear>
 struct FastFixedSums {
   static constexpr bool kChanged = kSweep == FirstSweep::clips || kSweep == FirstSweep::deviates;
   Floats low, high;  // of the clip
+  float* ratios;  // the memory of the gradient, where e^x is left for the sweep that writes it
   FixedSum all_sum, rising_sum;
   Floats changed_about[kParts] = {}, rising_about[kParts] = {};
 
-  FastFixedSums(const PreClip& clip, int sign) : low(all<Floats>(clip.low[sign])), high(all<Floats>(clip.high[sign])) {}
+  FastFixedSums(const PreClip& clip, int sign, float* ratios)
+      : low(all<Floats>(clip.low[sign])), high(all<Floats>(clip.high[sign])), ratios(ratios) {}
 
   template <class Vector>
   HPO_INLINE void operator()(const Vector& vector) {
     Floats x = vector.x;
+    if (kSweep == FirstSweep::keeps_ratios) vector.store(vector.ratio, ratios);
     if (kSweep == FirstSweep::clips) x = keep_if(vector.present, clamp(x, low, high));
     if (kSweep == FirstSweep::deviates) x = deviation_of(x, vector.ratio).size;
     constexpr bool kSmall = kTakenForNear && kSweep != FirstSweep::clips;  // below 1 / 2
@@ -288,35 +262,12 @@ struct FastFixedSums {
   }
 };
 
-// As above; e^x is left in the memory of the gradient for the sweep that writes it.
-template <bool kSplit, bool kTakenForNear>
-struct FastFixedSumsAndRatios {
-  float* ratios;
-  FastFixedSums<kSplit, FirstSweep::plain, kTakenForNear> fixed;
-
-  template <class Vector>
-  HPO_INLINE void operator()(const Vector& vector) {
-    vector.store(vector.ratio, ratios);
-    fixed(vector);
-  }
-  HPO_INLINE void end_run() {}
-  RowLogRatios sums(const Floats about[kParts], int64_t valid) const { return fixed.sums(about, valid); }
-};
-
-template <bool kSplit, FirstSweep kSweep, bool kTakenForNear>
-HPO_INLINE auto fast_fixed_sums(const PolicyLossArgs& args, int64_t first, const PreClip& clip, int sign) {
-  if constexpr (kSweep == FirstSweep::keeps_ratios) {
-    return FastFixedSumsAndRatios<kSplit, kTakenForNear>{args.grad + first, {clip, sign}};
-  } else {
-    return FastFixedSums<kSplit, kSweep, kTakenForNear>(clip, sign);
-  }
-}
-
 // A fast-path tile of few rows in the first of two sweeps; of_rows [segments.count].
 template <bool kSplit, FirstSweep kSweep>
 inline bool measure_fast_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, const PreClip& clip,
                               Tile& tile, uint8_t* seen, Partial& partial, RowLogRatios* of_rows) {
   if (!finite_coefficients(args, first, segments)) return false;
+  float* ratios = kSweep == FirstSweep::keeps_ratios ? args.grad + first : nullptr;
   return guess_near(tile.near, [&](auto near) {
     constexpr bool kTakenForNear = decltype(near)::value;
     FastSums sums;
@@ -326,7 +277,7 @@ inline bool measure_fast_rows(const PolicyLossArgs& args, int64_t first, const S
       Floats about[kParts];
       std::copy_n(sums.sum, kParts, about);
       const int sign = args.advantages[segment.row] < 0.0f;
-      auto fixed = fast_fixed_sums<kSplit, kSweep, kTakenForNear>(args, first, clip, sign);
+      FastFixedSums<kSplit, kSweep, kTakenForNear> fixed(clip, sign, ratios);
       present.set(index, args.mask ? sweep_row<kTakenForNear, true>(args, first, segment, sums, fixed)
                                    : sweep_row<kTakenForNear, false>(args, first, segment, sums, fixed));
       for (int part = 0; part < kParts; ++part) about[part] = sums.sum[part] - about[part];

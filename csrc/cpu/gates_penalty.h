@@ -23,72 +23,33 @@ inline void add_reference_statistics(const float* __restrict logp, const float* 
   k3_sum.add_to(partial.sums[kK3]);
 }
 
-// k(s) and its derivative for every token; s is in tile.ratio.
-using KLLoop = void (*)(const Tile& tile, const float* logp, const float* ref_logp, float* value, float* slope, int n);
-
-template <KLEstimator kEstimator, KLGradient kGradient>
-void kl_terms(const Tile& tile, const float* __restrict logp, const float* __restrict ref_logp, float* __restrict value,
-              float* __restrict slope, int n) {
-  for (int i = 0; i < n; ++i) {
-    const bool s_finite = finite(logp[i] - ref_logp[i]), x_finite = tile.infinite[i] == 0;
-    const float s = tile.ratio[i];
-    const Term k = kl_term(kEstimator, kGradient, s, exp(-s), tile.x[i], s_finite, x_finite);
-    value[i] = keep_if(tile.kind[i] != kAbsent, k.loss);
-    slope[i] = keep_if(tile.kind[i] != kAbsent, k.grad);
-  }
-}
-
-template <KLEstimator kEstimator>
-KLLoop pick_kl_loop(KLGradient gradient) {
-  switch (gradient) {
-    case KLGradient::straight_through: return kl_terms<kEstimator, KLGradient::straight_through>;
-    case KLGradient::importance: return kl_terms<kEstimator, KLGradient::importance>;
-    default: return kl_terms<kEstimator, KLGradient::value>;
-  }
-}
-
-inline KLLoop pick_kl_loop(const GateStructure& structure) {
-  switch (structure.kl) {
-    case KLEstimator::k1: return pick_kl_loop<KLEstimator::k1>(structure.kl_gradient);
-    case KLEstimator::k2: return pick_kl_loop<KLEstimator::k2>(structure.kl_gradient);
-    default: return pick_kl_loop<KLEstimator::k3>(structure.kl_gradient);
-  }
-}
-
-// Multiplies the weights of rows with the factors of tokens. A token that pays nothing has no value and no slope: what is left
-// of them may be infinite.
-inline void weigh_penalty(const float* __restrict kl_weight, int n, float* __restrict value, float* __restrict slope,
-                          float* __restrict weight) {
-  for (int i = 0; i < n; ++i) {
-    const bool pays = pays_penalty(kl_weight[i]);
-    value[i] = keep_if(pays, value[i]);
-    slope[i] = keep_if(pays, slope[i]);
-    weight[i] = keep_if(pays, penalty_share(weight[i], kl_weight[i]));
-  }
-}
-
-// Adds w c beta k(s) to the gradient and the sums, and c beta k(s) to the loss of each token where that is wanted.
-inline void add_penalty(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, float* __restrict grad,
-                        float* __restrict token_loss, Partial& partial) {
+// Adds w c beta k(s) to the gradient and the sums, and c beta k(s) to the loss of each token where that is wanted; s is in
+// tile.ratio. A token that pays nothing has no value and no slope: what is left of them may be infinite.
+inline void add_penalty(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, float* grad,
+                        float* token_loss, Partial& partial) {
   const PolicyLossArgs& args = call.args;
-  const float beta = float(call.numbers.kl_beta);
-  const float* __restrict kl_weight = args.kl_weight ? args.kl_weight + first : nullptr;
-  float* __restrict value = tile.loss, * __restrict slope = tile.spread[0], * __restrict weight = tile.spread[1];
-  pick_kl_loop(call.structure)(tile, args.logp + first, args.ref_logp + first, value, slope, n);
-  for (int i = 0; i < n; ++i) value[i] *= beta;
-  for (int i = 0; i < n; ++i) slope[i] *= beta;
+  const KLEstimator estimator = call.structure.kl;
+  const KLGradient gradient = call.structure.kl_gradient;
+  const Floats beta = all<Floats>(float(call.numbers.kl_beta));
+  const float *logp = args.logp + first, *ref_logp = args.ref_logp + first;
+  const float* kl_weight = args.kl_weight ? args.kl_weight + first : nullptr;
+  float *value = tile.loss, *weight = tile.spread[0];
   spread_rows(segments, weight, [&](int64_t row) { return finite(args.weights[row]) ? args.weights[row] : 0.0f; });
-  if (kl_weight) weigh_penalty(kl_weight, n, value, slope, weight);
-  if (token_loss) {
-    for (int i = 0; i < n; ++i) {
-      const float factor = kl_weight ? kl_weight[i] : 1.0f;
-      token_loss[i] += keep_if(pays_penalty(factor), factor * value[i]);
-    }
-  }
-  for (int i = 0; i < n; ++i) {
-    value[i] = keep_if(tile.kind[i] != kAbsent, weight[i] * value[i]);
-    grad[i] = keep_if(tile.kind[i] != kAbsent, grad[i] + weight[i] * slope[i]);
-  }
+  for_each_vector(0, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
+    constexpr bool kWhole = decltype(whole)::value;
+    const auto load = [&](const float* from) HPO_INSIDE { return load_own<kWhole>(own, from + i); };
+    const auto add = [&](float* to, Floats x) HPO_INSIDE { store_own<kWhole>(own, load(to) + x, to + i); };
+    const Floats s = load(tile.ratio), apart = load(logp) - load(ref_logp);
+    const Ints s_finite = apart - apart == 0.0f, x_finite = load_lanes<Ints>(tile.infinite + i) == 0;
+    const TermNumber<Floats> k = kl_term<Floats>(estimator, gradient, s, exp(-s), load(tile.x), s_finite, x_finite);
+    const Floats factor = kl_weight ? load(kl_weight) : all<Floats>(1.0f);
+    const Floats share = kl_weight ? penalty_share<Floats>(load(weight), factor) : load(weight);
+    const Ints pays = (load_lanes<Ints>(tile.kind + i) != kAbsent) & pays_penalty<Floats>(factor);
+    const Floats loss = beta * k.loss;
+    store_lanes(keep_if(pays, share * loss), value + i);
+    add(grad, keep_if(pays, share * (beta * k.grad)));
+    if (token_loss) add(token_loss, keep_if(pays, factor * loss));
+  });
   add_terms(value, n, partial.sums[kPenaltySum]);
 }
 

@@ -282,9 +282,9 @@ inline void load(const Call& call, int64_t first, int n, const Segments& segment
     for (int32_t& each : tile.infinite) each = 0;
     tile.has_infinite = false;
   }
-  const bool doubtful = load_rows(call.args, first, n, segments, tile) |
-                        load_targets(call.args, call.structure.head, first, n, segments, tile) |
-                        load_bounds_of_tokens(call, first, n, tile);
+  bool doubtful = load_rows(call.args, first, n, segments, tile);  // statements, because operands of | have no order
+  doubtful |= load_targets(call.args, call.structure.head, first, n, segments, tile);
+  doubtful |= load_bounds_of_tokens(call, first, n, tile);
   apply_mask(call.args, first, n, tile);
   load_log_ratios(call.args, first, n, tile, partial);
   choose(call, first, n, doubtful, tile, partial);

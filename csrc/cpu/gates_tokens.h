@@ -31,42 +31,6 @@ inline Bounds tile_bounds(const Call& call, int64_t first) {
   return bounds;
 }
 
-using TokenGateLoop = GateCounts (*)(const Bounds&, const Tile&, const float* coefficient, const float* logp, float* loss,
-                                     float* grad, int n);
-
-template <bool kScoreHead, BoundsKind kBounds>
-GateCounts token_gate_loop(const Bounds& bounds, const Tile& tile, const float* __restrict coefficient,
-                           const float* __restrict logp, float* __restrict loss, float* __restrict grad, int n) {
-  const Bounds b = bounds;
-  const int32_t* __restrict chosen = tile.chosen;
-  const float* __restrict token_low = b.token_low, * __restrict token_high = b.token_high;
-  GateCounts counts;
-  for (int i = 0; i < n; ++i) {
-    const int32_t kind = chosen[i];
-    float low = b.low[0], high = b.high[0];
-    if (kBounds == BoundsKind::by_sign || kBounds == BoundsKind::by_token) {
-      low = kind == kNegative ? b.low[1] : low;
-      high = kind == kNegative ? b.high[1] : high;
-    }
-    if (kBounds == BoundsKind::by_token) {
-      const float own_low = token_low[i], own_high = token_high[i];
-      low = (kind == kNegative ? b.low_driven[1] : b.low_driven[0]) ? own_low : low;
-      high = (kind == kNegative ? b.high_driven[1] : b.high_driven[0]) ? own_high : high;
-    }
-    const float ratio = tile.ratio[i];
-    const Gated gated = kBounds == BoundsKind::none ? Gated{1.0f, 0} : clip_ratio(ratio, low, high);
-    const Term term = policy_term(kScoreHead, coefficient[i], gated, kScoreHead ? logp[i] : 0.0f);
-    loss[i] = keep_if(kind != kAbsent, term.loss);
-    grad[i] = keep_if(kind != kAbsent, term.grad);
-    counts.chosen += kind;
-    if (kBounds != BoundsKind::none) {
-      counts.below += kind & mask_of(ratio < low);
-      counts.above += kind & mask_of(ratio > high);
-    }
-  }
-  return counts;
-}
-
 inline BoundsKind bounds_kind(const Call& call) {
   if (call.structure.token == TokenGate::drop) return BoundsKind::none;
   const Bounds bounds = tile_bounds(call, 0);
@@ -77,19 +41,9 @@ inline BoundsKind bounds_kind(const Call& call) {
   return common ? BoundsKind::common : BoundsKind::by_sign;
 }
 
-template <bool kScoreHead>
-TokenGateLoop pick_token_gate(BoundsKind kind) {
-  switch (kind) {
-    case BoundsKind::none: return token_gate_loop<kScoreHead, BoundsKind::none>;
-    case BoundsKind::common: return token_gate_loop<kScoreHead, BoundsKind::common>;
-    case BoundsKind::by_sign: return token_gate_loop<kScoreHead, BoundsKind::by_sign>;
-    default: return token_gate_loop<kScoreHead, BoundsKind::by_token>;
-  }
-}
-
-// The gate of a fast-path tile, vector by vector. The head is a branch that always goes the same way.
+// The gate, vector by vector. The head is a branch that always goes the same way.
 template <BoundsKind kBounds>
-struct FastTokenGate {
+struct VectorGate {
   static constexpr Penalty penalty = Penalty::none;
   static constexpr float penalty_coefficient = 0.0f;
   static constexpr bool weighs = false;
@@ -137,10 +91,45 @@ struct FastTokenGate {
   }
 };
 
-// The same with its loss and gradient, where coefficients belong to rows.
+// Loss and gradient of a tile that is loaded, in one of several passes.
+using TokenGateLoop = GateCounts (*)(const Call&, int64_t first, int n, const Tile&, const float* coefficient, float* loss,
+                                     float* grad);
+
+template <BoundsKind kBounds>
+GateCounts token_gate_loop(const Call& call, int64_t first, int n, const Tile& tile, const float* coefficient, float* loss,
+                           float* grad) {
+  const Bounds bounds = tile_bounds(call, first);
+  VectorGate<kBounds> gate = {call.structure.head == Head::score, bounds, call.args.logp + first};
+  Ints chosen = {};
+  const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Ints kind = keep_if(own, load_lanes<Ints>(tile.chosen + i));
+    const FastVector<kWhole> vector = {i, part, own, present_lanes(kind), Floats{}, load_lanes<Floats>(tile.ratio + i)};
+    const TermNumber<Floats> term = gate.term(vector, kind, load_lanes<Floats>(coefficient + i));
+    vector.store(keep_if(vector.present, term.loss), loss);
+    vector.store(term.grad, grad);
+    chosen += kind;
+  };
+  for_each_vector(0, n, step, [] {});
+  GateCounts counts;
+  counts.chosen = sum_lanes(chosen);
+  gate.count(counts);
+  return counts;
+}
+
+inline TokenGateLoop pick_token_gate(BoundsKind kind) {
+  switch (kind) {
+    case BoundsKind::none: return token_gate_loop<BoundsKind::none>;
+    case BoundsKind::common: return token_gate_loop<BoundsKind::common>;
+    case BoundsKind::by_sign: return token_gate_loop<BoundsKind::by_sign>;
+    default: return token_gate_loop<BoundsKind::by_token>;
+  }
+}
+
+// The gate with loss and gradient of a fast-path tile, where coefficients belong to rows.
 template <BoundsKind kBounds>
 struct FastManyRows {
-  FastTokenGate<kBounds> gate;
+  VectorGate<kBounds> gate;
   float* grad;
   RunSum loss;
 
@@ -201,7 +190,7 @@ template <BoundsKind kBounds, Given kGiven>
 bool run_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                       Partial& partial) {
   const Bounds bounds = tile_bounds(call, first);
-  const FastTokenGate<kBounds> gate = {call.structure.head == Head::score, bounds, call.args.logp + first};
+  const VectorGate<kBounds> gate = {call.structure.head == Head::score, bounds, call.args.logp + first};
   return sweep_token_inputs<kGiven>(call, first, n, segments, tile, seen, partial, gate);
 }
 

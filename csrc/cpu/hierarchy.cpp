@@ -173,7 +173,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
     });
   }
   if (!whole) space.tables = hierarchy.tables;
-  const bool by_tiles = hierarchy.depth == 0 && plan.term_loop && leaves.are_rows;
+  const bool by_tiles = hierarchy.depth == 0 && plan.has_term && leaves.are_rows;
   const bool some_together = !by_tiles && (leaves.together > 0 || !whole);  // a process without tokens fills its tables too
   threads = worthwhile(threads, args.tokens + hierarchy.leaves);
   const auto for_each_block_together = [&](const auto& body) {

@@ -150,17 +150,12 @@ struct Sweeps {
   bool measure_tile(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
                     LogRatios& sums) const {
     Tile& tile = scratch.tile;
-    bool fast = true;
     scratch.whole.set(row, begin, end);
-    if (plan.measures_fast || !plan.may_be_fast || !scratch.weights.usual || here.args.ref_logp ||
-        !measure_fast(here, first, end, scratch.whole, tile, space.seen, partial)) {
-      hpo::HPO_ISA::measure(here, first, end, scratch.whole, tile, space.seen, partial);
-      fast = !tile.exceptional && tile.chosen == tile.kind && !here.args.ref_logp;  // which the fast path has refused
-    }
+    hpo::HPO_ISA::measure(here, first, end, scratch.whole, tile, space.seen, partial);
     if (plan.hierarchy.depth > 0) {  // log-ratios are added up as integers
       add_log_ratios(tile, load_aggregated(plan.term, tile, end, scratch.terms), end, plan.hierarchy.split, sums);
     }
-    return fast;
+    return !tile.exceptional && tile.chosen == tile.kind && !here.args.ref_logp;  // which the fast path has refused
   }
 
   // The second: loss, gradient of the token's own path, and the flow into aggregates. The caller has gathered the weights.

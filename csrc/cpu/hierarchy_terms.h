@@ -114,9 +114,6 @@ inline void load_terms(const Call& call, int64_t first, int n, int64_t row, floa
   }
 }
 
-using TermLoop = GateCounts (*)(const TermPlan&, const LeafGate&, const Tile&, const float* entering, const float* coefficient,
-                                TokenTerms&, float* loss, float* grad, int n);
-
 // The tokens of a vector under the gates of their leaf.
 struct GatedTokens {
   GatedTokenNumber<Floats> token;
@@ -201,14 +198,13 @@ struct LeafTerms {
   }
 };
 
-// Whole vectors: loss and grad have room behind n.
-template <Head kHead>
-GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& tile, const float* entering,
-                     const float* coefficient, TokenTerms& terms, float* loss, float* grad, int n) {
+// Whole vectors: loss and grad have room behind n. The head is a branch that always goes the same way.
+inline GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Tile& tile, const float* entering,
+                            const float* coefficient, TokenTerms& terms, float* loss, float* grad, int n) {
   LeafTerms each = {plan, leaf, terms, loss, grad};
   for (int i = 0; i < n; i += kWidth) {
     const auto load = [=](const float* from) HPO_INSIDE { return load_lanes<Floats>(from + i); };
-    each.step(kHead, i, load_lanes<Ints>(tile.chosen + i), load(entering), load(tile.x), load(terms.low), load(terms.high),
+    each.step(plan.head, i, load_lanes<Ints>(tile.chosen + i), load(entering), load(tile.x), load(terms.low), load(terms.high),
               load(coefficient), load(terms.kept), load(terms.logp), load(terms.target), Exponential{});
   }
   return each.counts.finish(terms);
@@ -258,22 +254,6 @@ GateCounts fast_term_loop(const TermPlan& plan, const LeafGate& leaf, const Toke
 
 inline FastLoop pick_fast_term_loop(const TermPlan& plan) {
   return plan.deviates() ? fast_term_loop<true> : fast_term_loop<false>;
-}
-
-inline TermLoop pick_term_loop(Head head) {
-  switch (head) {
-    case Head::score: return term_loop<Head::score>;
-    case Head::log: return term_loop<Head::log>;
-    case Head::mirror: return term_loop<Head::mirror>;
-    case Head::sigmoid: return term_loop<Head::sigmoid>;
-    case Head::simple: return term_loop<Head::simple>;
-    case Head::target: return term_loop<Head::target>;
-    case Head::negative_aware: return term_loop<Head::negative_aware>;
-    case Head::flipped: return term_loop<Head::flipped>;
-    case Head::censored: return term_loop<Head::censored>;
-    case Head::linear: break;
-  }
-  return term_loop<Head::linear>;
 }
 
 // The gate of a fast-path tile under no level, for sweep_token_inputs. kPasses: TermPlan::passes holds.

@@ -120,7 +120,7 @@ inline TokenLoop pick_token_loop(const GateStructure& structure, bool split, boo
 struct TokenPlan {
   const Hierarchy& hierarchy;
   TermPlan term;
-  TermLoop term_loop;  // null: the gate asks for no more than the loops below
+  bool has_term;  // the gate asks for more than the loops below
   TokenLoop loop;
   FastLoop fast_loop;
   bool may_be_fast;  // a reference policy has a sweep of its own, see hierarchy_reference.h
@@ -143,9 +143,9 @@ struct TokenPlan {
   TokenPlan(const Call& call, const Hierarchy& hierarchy)
       : hierarchy(hierarchy),
         term(call, hierarchy),
-        term_loop(hierarchy.term.present ? pick_term_loop(call.structure.head) : nullptr),
+        has_term(hierarchy.term.present),
         loop(),
-        fast_loop(term_loop ? pick_fast_term_loop(term) : pick_fast_loop(call.structure, hierarchy.split)),
+        fast_loop(has_term ? pick_fast_term_loop(term) : pick_fast_loop(call.structure, hierarchy.split)),
         may_be_fast(!call.args.advantage_per_token && !call.args.low && !call.args.high && !call.args.kl_weight &&
                     !call.args.target),
         as_they_are(!term.pre_gated && !term.mean_exp),
@@ -154,8 +154,7 @@ struct TokenPlan {
         pays(hierarchy.term.present && hierarchy.term.penalty != Penalty::none),
         weighs(may_be_fast && weighs_terms(call.args)),
         drops(measures_fast && term.drop && !term.split && term.one_for_all()),
-        opens(!term_loop && call.structure.token == TokenGate::clip && term.keep != 0.0f &&
-              call.structure.head == Head::linear),
+        opens(!has_term && call.structure.token == TokenGate::clip && term.keep != 0.0f && call.structure.head == Head::linear),
         keeps_ratios(opens && call.args.grad && hierarchy.depth > 0 && as_they_are),
         open_loops(hierarchy.split, keeps_ratios, weighs),
         measure_fast() {
@@ -228,10 +227,10 @@ struct BlockGate {
   GateCounts operator()(const Call& call, int64_t first, int n, const Segments&, Tile& tile, const float* coefficient,
                         float* loss, float* grad) const {
     const bool weighted = loss == tile.loss;  // else only the loss of each token is wanted
-    if (plan.driven || plan.term_loop) load_bounds(call, plan.bounds, first, n, tile, terms);
-    const GateCounts counts = plan.term_loop ? run_terms(call, first, n, weighted, tile, coefficient, loss, grad)
-                                             : run_loop(tile, coefficient, call.args.logp + first, loss, grad, n);
-    if (plan.carries && weighted) add_flows(tile, plan.term_loop ? terms.slope : loss, n);
+    if (plan.driven || plan.has_term) load_bounds(call, plan.bounds, first, n, tile, terms);
+    const GateCounts counts = plan.has_term ? run_terms(call, first, n, weighted, tile, coefficient, loss, grad)
+                                            : run_loop(tile, coefficient, call.args.logp + first, loss, grad, n);
+    if (plan.carries && weighted) add_flows(tile, plan.has_term ? terms.slope : loss, n);
     drop_infinite(call, n, tile, loss, grad);
     return counts;
   }
@@ -247,7 +246,7 @@ struct BlockGate {
     add_runs(tile.loss, n, partial.sums[kLossSum]);
     if (!plan.carries) return;
     if (terms.flows) add_past_token(n);
-    if (plan.by_sign) add(plan.term_loop ? terms.slope : tile.loss, n, lanes.by_sign[call.args.advantages[row] < 0.0f]);
+    if (plan.by_sign) add(plan.has_term ? terms.slope : tile.loss, n, lanes.by_sign[call.args.advantages[row] < 0.0f]);
   }
 
  private:
@@ -269,9 +268,9 @@ struct BlockGate {
                        float* grad) const {
     const float* entering = load_entering(plan.term, tile, n, terms);
     load_terms(call, first, n, row, weighted ? call.args.weights[row] : 1.0f, tile, terms);
-    if (n % kLanes == 0) return plan.term_loop(plan.term, leaf, tile, entering, coefficient, terms, loss, grad, n);
+    if (n % kLanes == 0) return term_loop(plan.term, leaf, tile, entering, coefficient, terms, loss, grad, n);
     alignas(64) float own_loss[kPadded], own_grad[kPadded];
-    const GateCounts counts = plan.term_loop(plan.term, leaf, tile, entering, coefficient, terms, own_loss, own_grad, n);
+    const GateCounts counts = term_loop(plan.term, leaf, tile, entering, coefficient, terms, own_loss, own_grad, n);
     std::memcpy(loss, own_loss, size_t(n) * sizeof(float));
     std::memcpy(grad, own_grad, size_t(n) * sizeof(float));
     return counts;

@@ -3,32 +3,40 @@
 #pragma once
 #include "hpo/api.h"
 
-#define HPO_DECLARE_KERNELS(isa)                                                                                         \
-  namespace hpo::isa {                                                                                                   \
-  int64_t policy_loss_workspace(int64_t tokens, int64_t rows);                                                           \
-  void policy_loss(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, int threads); \
-  int64_t hierarchy_workspace(int64_t tokens, int64_t rows, int64_t leaves);                                             \
-  void hierarchy(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers,                 \
-                 const Hierarchy& hierarchy, int threads);                                                               \
-  int64_t correction_workspace(int64_t tokens, int64_t leaves);                                                          \
-  void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction, int threads);    \
-  int64_t group_normalise_workspace(int64_t units, int32_t terms);                                                       \
-  void group_normalise(const GroupNormaliseArgs& args, int threads);                                                     \
-  int64_t group_statistics_workspace(int64_t units);                                                                     \
-  void group_statistics(const GroupStatisticsArgs& args, int threads);                                                   \
-  void recurrence(const RecurrenceArgs& args, int threads);                                                              \
-  int64_t window_score_workspace(int64_t tokens, int64_t width);                                                         \
-  void window_score(const WindowArgs& args, int threads);                                                                \
-  int64_t order_statistic_workspace(int64_t tokens);                                                                     \
-  void order_statistic(const OrderStatisticArgs& args, int threads);                                                     \
-  void select(const SelectArgs& args, int threads);                                                                      \
-  int64_t order_statistics_workspace(int64_t tokens, int64_t segments);                                                  \
-  void order_statistics(const OrderStatisticsArgs& args, int threads);                                                   \
-  void row_counts(const RowCountsArgs& args, int threads);                                                               \
-  void row_spans(const RowSpansArgs& args, int threads);                                                                 \
-  void token_logprobs(const LogprobsArgs& args, int threads);                                                            \
-  void token_logprobs_backward(const LogprobsBackwardArgs& args, int threads);                                           \
-  void widen(const uint16_t* from, float* to, int64_t count, int threads);                                               \
+// DO(isa, result, name, parameters) for each kernel.
+#define HPO_EACH_KERNEL(DO, isa)                                                                                          \
+  DO(isa, int64_t, policy_loss_workspace, (int64_t tokens, int64_t rows))                                                 \
+  DO(isa, void, policy_loss,                                                                                              \
+     (const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, int threads))               \
+  DO(isa, int64_t, hierarchy_workspace, (int64_t tokens, int64_t rows, int64_t leaves))                                   \
+  DO(isa, void, hierarchy,                                                                                                \
+     (const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy, \
+      int threads))                                                                                                       \
+  DO(isa, int64_t, correction_workspace, (int64_t tokens, int64_t leaves))                                                \
+  DO(isa, void, correction,                                                                                               \
+     (const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction, int threads))                 \
+  DO(isa, int64_t, group_normalise_workspace, (int64_t units, int32_t terms))                                             \
+  DO(isa, void, group_normalise, (const GroupNormaliseArgs& args, int threads))                                           \
+  DO(isa, int64_t, group_statistics_workspace, (int64_t units))                                                           \
+  DO(isa, void, group_statistics, (const GroupStatisticsArgs& args, int threads))                                         \
+  DO(isa, void, recurrence, (const RecurrenceArgs& args, int threads))                                                    \
+  DO(isa, int64_t, window_score_workspace, (int64_t tokens, int64_t width))                                               \
+  DO(isa, void, window_score, (const WindowArgs& args, int threads))                                                      \
+  DO(isa, int64_t, order_statistic_workspace, (int64_t tokens))                                                           \
+  DO(isa, void, order_statistic, (const OrderStatisticArgs& args, int threads))                                           \
+  DO(isa, void, select, (const SelectArgs& args, int threads))                                                            \
+  DO(isa, int64_t, order_statistics_workspace, (int64_t tokens, int64_t segments))                                        \
+  DO(isa, void, order_statistics, (const OrderStatisticsArgs& args, int threads))                                         \
+  DO(isa, void, row_counts, (const RowCountsArgs& args, int threads))                                                     \
+  DO(isa, void, row_spans, (const RowSpansArgs& args, int threads))                                                       \
+  DO(isa, void, token_logprobs, (const LogprobsArgs& args, int threads))                                                  \
+  DO(isa, void, token_logprobs_backward, (const LogprobsBackwardArgs& args, int threads))                                 \
+  DO(isa, void, widen, (const uint16_t* from, float* to, int64_t count, int threads))
+
+#define HPO_DECLARE_KERNEL(isa, result, name, parameters) result name parameters;
+#define HPO_DECLARE_KERNELS(isa)           \
+  namespace hpo::isa {                     \
+  HPO_EACH_KERNEL(HPO_DECLARE_KERNEL, isa) \
   }
 
 // bfloat16 as float32; the CPU alone has it, because its products multiply float32 only.

@@ -63,13 +63,6 @@ HPO_INLINE Floats beyond_integer(Floats x) {
 #endif
 }
 
-// -1 in the first `count` lanes, else 0.
-HPO_INLINE Ints first_lanes(int count) {
-  Ints lane = {};
-  for (int i = 0; i < kWidth; ++i) lane[i] = i;
-  return lane < count;
-}
-
 // The lanes of a condition, in the form that selects most cheaply: GCC does not use mask registers by itself for a
 // conjunction of conditions.
 #if defined(__AVX512F__)
@@ -120,7 +113,11 @@ HPO_INLINE Mask present_bytes(const uint8_t* bytes) {  // GCC converts vectors o
 }
 HPO_INLINE Mask present_lanes(Ints kind) { return kind != 0; }
 HPO_INLINE Mask all_lanes() { return Ints{} - 1; }
-HPO_INLINE Mask leading_lanes(int count) { return first_lanes(count); }
+HPO_INLINE Mask leading_lanes(int count) {
+  Ints lane = {};
+  for (int i = 0; i < kWidth; ++i) lane[i] = i;
+  return lane < count;
+}
 HPO_INLINE Mask both(Mask a, Mask b) { return a & b; }
 HPO_INLINE Mask but_not(Mask a, Mask b) { return a & ~b; }
 HPO_INLINE Floats blend(Mask mask, Floats x, Floats otherwise) { return mask ? x : otherwise; }

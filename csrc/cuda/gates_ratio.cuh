@@ -5,7 +5,8 @@
 namespace hpo {
 
 struct RatioGate {
-  Gated value;
+  float ratio;      // e^g(x)
+  bool inside;      // it has the derivative 1, as on the bounds, or 0
   bool below, above;
 };
 
@@ -18,9 +19,15 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Inputs<W
     high = by_sign(gate.high_driven, token.negative) ? inputs.high[i] : high;
   }
   const bool drop = gate.structure.token == TokenGate::drop;  // the bounds are 1 then
-  Gated value = clip_ratio(ratio, low, high);
-  value.inside = value.inside && !drop;
-  return {value, ratio < low && !drop, high < ratio && !drop};
+  const float clipped = clamp_number(ratio, low, high);
+  return {clipped, clipped == ratio && !drop, ratio < low && !drop, high < ratio && !drop};
+}
+
+// `finite`: the log-ratio was; else there is no derivative, and no value that logp would enter.
+__device__ __forceinline__ Term policy_term(bool score_head, float a, const RatioGate& gated, float logp, bool finite) {
+  const float value = policy_value(a, gated.ratio);
+  if (score_head) return {finite ? scored(value * logp) : 0.0f, finite ? value : 0.0f};
+  return {value, finite && gated.inside ? value : 0.0f};
 }
 
 // One token: its gradient, its loss, and what it adds to the metrics.
@@ -33,13 +40,13 @@ __device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& r
   const RatioGate gated = gate_ratio<EXTRAS>(gate, inputs, token, ratio, i);
   Term term;
   if constexpr (SOUND) {
-    const float value = policy_value(token.a, gated.value.ratio);
-    term = {value, gated.value.inside | score_head ? value : 0.0f};  // score() does the rest
+    const float value = policy_value(token.a, gated.ratio);
+    term = {value, gated.inside | score_head ? value : 0.0f};  // score() does the rest
   } else {
-    term = policy_term(score_head, token.a, gated.value, inputs.logp[i], finite);
+    term = policy_term(score_head, token.a, gated, inputs.logp[i], finite);
   }
   const Outcome outcome = {term.loss, token.selected ? term.grad : 0.0f, gated.below, gated.above};
-  const auto unweighted = [&] { return policy_term(score_head, token.unweighted, gated.value, inputs.logp[i], finite).loss; };
+  const auto unweighted = [&] { return policy_term(score_head, token.unweighted, gated, inputs.logp[i], finite).loss; };
   return complete_token<SOUND, REFERENCE, EXTRAS>(gate, row, inputs, i, token, ratio, outcome, unweighted, shares, tile,
                                                   totals);
 }

@@ -26,19 +26,6 @@ HPO_INLINE LogRatio log_ratio(float logp, float old_logp) {
   return {clamp(x, -kSaturation, kSaturation), x != x, infinite};
 }
 
-template <class F>
-struct GatedNumber {
-  F ratio;                         // e^g(u)
-  typename Number<F>::Int inside;  // derivative 1 (the bounds included) or 0
-};
-using Gated = GatedNumber<float>;
-
-template <class F>
-HPO_INLINE GatedNumber<F> clip_ratio(F ratio, F low, F high) {
-  const F clipped = clamp_number(ratio, low, high);
-  return {clipped, clipped == ratio};
-}
-
 // Bounds of tokens outside these limits are no ratios: they are epsilons, or computed from a broken entropy. A bound that is
 // meant to be 1 may be rounded.
 constexpr float kLowest = 0.0f, kHighestLow = 1.0f + 1e-6f, kLowestHigh = 1.0f - 1e-6f;
@@ -68,19 +55,6 @@ HPO_INLINE F scored(F loss) {
   return clamp(loss, all<F>(-kScoreSaturation), all<F>(kScoreSaturation));
 }
 
-template <class F>
-HPO_INLINE TermNumber<F> policy_term(bool score_head, F a, GatedNumber<F> gated, F logp) {
-  const F value = policy_value(a, gated.ratio);
-  if (score_head) return {scored(value * logp), value};
-  return {value, gated.inside ? value : F{}};
-}
-
-// Of a token whose log-ratio was infinite: no derivative, and no value that logp would enter.
-HPO_INLINE Term policy_term(bool score_head, float a, Gated gated, float logp, bool finite) {
-  const Term term = policy_term(score_head, a, gated, logp);
-  return {finite || !score_head ? term.loss : 0.0f, finite ? term.grad : 0.0f};
-}
-
 // Within it k3 and its derivative take no exponential.
 constexpr float kNearReference = 0.5f;
 
@@ -107,8 +81,15 @@ HPO_INLINE TermNumber<F> kl_term(KLEstimator estimator, KLGradient gradient, F s
 }
 
 // Whether a token with this factor on its penalty pays any, and the weight of its row times the factor of one that does.
-HPO_INLINE bool pays_penalty(float kl_weight) { return (kl_weight != 0.0f) & (kl_weight - kl_weight == 0.0f); }
-HPO_INLINE float penalty_share(float weight, float kl_weight) { return clamp(weight * kl_weight, -FLT_MAX, FLT_MAX); }
+template <class F>
+HPO_INLINE typename Number<F>::Int pays_penalty(F kl_weight) {
+  return Number<F>::mask((kl_weight != F{}) & (kl_weight - kl_weight == F{}));
+}
+
+template <class F>
+HPO_INLINE F penalty_share(F weight, F kl_weight) {
+  return clamp(weight * kl_weight, all<F>(-FLT_MAX), all<F>(FLT_MAX));
+}
 
 // Beyond it a gamma gate is far below -kSaturation anyway, and infinite it would be 0 * inf = NaN where nothing flows.
 constexpr double kGammaSaturation = 80.0;

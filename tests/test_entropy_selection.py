@@ -41,7 +41,7 @@ CUDA = Path(__file__).parents[1] / "csrc/cuda/bins.cuh"
 def test_sizes_for_simulated_backends_exceed_one_step(native_backends):
     if "triton" in native_backends:
         kernels = importlib.import_module("hpo_core._triton.entropy")
-        assert at_most("triton", math.inf) > max(kernels.SCORES, kernels.TILE)
+        assert at_most("triton", math.inf) > max(kernels.SCORES.value, kernels.TILE.value)
     if CUDA.exists():
         [threads] = re.findall(r"constexpr int kBinThreads = (\d+)", CUDA.read_text())
         assert at_most("cuda_emulated", math.inf) > 4 * int(threads)
@@ -310,7 +310,7 @@ def test_triton_selects_in_one_launch(monkeypatch):
     monkeypatch.setattr(triton, "programs_together", lambda *_: (1, True))
     launched = []
     monkeypatch.setattr(triton, "launch", lambda *a, run=triton.launch, **k: (launched.append(a[0]), run(*a, **k)))
-    values = torch.rand(3 * triton.SCORES - 5).mul(8).round()
+    values = torch.rand(3 * triton.SCORES.value - 5).mul(8).round()
     values[7] = torch.nan
     for strict in (False, True):
         there = values.to(testing.device_of("triton"))

@@ -120,7 +120,8 @@ MUTANTS = {
     ),
     "triton: a span ends with its first tile": Mutant(
         "triton", "segments.py",
-        "tile = range_.end - TILE\n", "tile = range_.begin + (begin - range_.begin) // TILE * TILE\n",
+        "tile = range_.end - MASKED_TOKENS\n",
+        "tile = range_.begin + (begin - range_.begin) // MASKED_TOKENS * MASKED_TOKENS\n",
         "test_segments.test_spans_of_long_rows_with_few_valid_tokens", {},
     ),
     "cuda: rows that overlap count as sound ones": Mutant(

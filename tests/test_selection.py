@@ -183,7 +183,7 @@ def test_a_token_without_a_coefficient_is_not_read(backend):
 @pytest.mark.parametrize("gate", [gates.dapo(), gates.gspo(), gates.reinforce(), gates.kl_cov()], ids=str)
 def test_a_coefficient_that_is_not_finite_is_0(gate, backend):
     """So is that of a token without one, whatever is left of its penalty, which may be infinite; and a product with the
-    weight of the row that no float holds takes nothing from the others."""
+    weight of the row that no float holds takes nothing from the others. Triton keeps to the largest float."""
     example = Example(backend, 6)
     needed = {"gate_inputs": gates.GateInputs(penalty_mask=example.mask)} if gate.required else {}
     given = {"ref_logp": example.ref.clone(), "kl": kl.k3(1e30), "report": ("tokens",)} | needed
@@ -195,12 +195,17 @@ def test_a_coefficient_that_is_not_finite_is_0(gate, backend):
     for hole in (torch.nan, torch.inf, -torch.inf):
         weight = torch.where(zero == 0, hole, zero)
         assert_same(example.run(gate, selection=Selection(kl_weight=weight), **given), expected)
-    example.weights, given["kl"] = 10 * example.weights, kl.k1(0.1)
+    example.weights, given["kl"] = 10 * example.weights, kl.k1(100.0)
     given["ref_logp"] = example.logp.clone()
     huge = torch.full_like(zero, 3e38)
     none = example.run(gate, selection=Selection(kl_weight=torch.zeros_like(zero)), **given)
     loss, _, metrics, tokens = example.run(gate, selection=Selection(kl_weight=huge), **given)
     assert loss == none[0] and metrics == none[2] and torch.equal(tokens, none[3])
+    if backend == "triton":
+        given |= {"ref_logp": example.logp - 2.0, "kl": kl.k2(100.0)}
+        _, grad, _, tokens = example.run(gate, selection=Selection(kl_weight=huge), **given)
+        for each in (torch.tensor(grad), tokens):
+            assert each.isfinite().all() and (each > 3e38).any()
 
 
 def test_merged():

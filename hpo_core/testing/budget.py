@@ -59,8 +59,19 @@ def assert_within_budget(op: str, got: torch.Tensor, expected: Expected) -> floa
             tensor.reshape(-1)[at].item() for tensor in (got, exact, error, allowed, expected.eager)
         )
         element = [int(index) for index in torch.unravel_index(share.argmax(), exact.shape)]
+        beyond = (share > 1).nonzero().tolist()
+        first = f", first {beyond[0]} and last {beyond[-1]}" if len(beyond) > 2 else ""
         raise AssertionError(
             f"{op}: element {element} is {value!r}, expected {wanted!r}: error {off:.3g}, budget {limit:.3g} "
-            f"(eager float32 gives {eager!r}); {int((share > 1).sum())} of {share.numel()} elements are off"
+            f"(eager float32 gives {eager!r}); {len(beyond)} of {share.numel()} elements are off{first}"
         )
     return float(share.max())
+
+
+def agrees(got: torch.Tensor, expected: Expected) -> bool:
+    """Whether every element is within its budget."""
+    try:
+        assert_within_budget("", got, expected)
+    except AssertionError:
+        return False
+    return True

@@ -19,10 +19,13 @@ from ..kl import KLPenalty
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
 from .examples import PolicyLossExample, move
 from .expected import Outcome, accepts
-from .promises import GRADIENT, PROMISES, UNWRITTEN, Inapplicable, Promise, Run, Undefined
+from .promises import GRADIENT, PROMISES, SHOWN, UNWRITTEN, Inapplicable, Promise, Run, Undefined
 from .promises_of_losses import NOTHING_VALID, has_tokens
 from .strategies import hypothesis
 from .subjects import ESTIMATORS, OTHERS, READS, Recorded, estimator_of, of_advantages, of_policy_loss, withheld
+
+EXACT = "exact"  # promises whose names begin so are also held to long examples
+SMALL_FOR_A_LONG, MOST_LONG = 20, 3  # a long example for so many small ones, and the most of them
 
 
 class Verdict(NamedTuple):
@@ -117,6 +120,9 @@ def check(
     ``report.ok``, or call ``report.raise_for_broken()``. A promise is "not supported" if it needs an input that the
     kernel does not take.
 
+    Examples are small, so that the one shown is. Correctness is also held to long ones, of thousands of tokens or
+    rewards, which no usual block of a kernel holds: one for every 20 small ones, at most 3.
+
     Args:
         fn: takes the arguments of the public function of that name; among its keywords, those in the signature of fn.
 
@@ -195,7 +201,7 @@ def check(
         missing = [need for need in promise.needs if need in left_out]
         if missing:
             return Verdict(promise.name, None, f"features= leaves out {', '.join(missing)}")
-        return _search(promise, run, recorded, subject.strategy, examples, seed)
+        return _search(promise, run, recorded, subject.examples, examples, seed)
 
     if kind != "policy_loss":
         verdicts = [verdict_on(promise) for promise in PROMISES[kind] if promise.name in asked]
@@ -230,7 +236,9 @@ def _run_with_tokens(run: Run, gradient: bool, example: PolicyLossExample) -> Ou
 # ---------------------------------------------------------------------------------------------------- the search
 
 
-def _search(promise: Promise, run: Run, recorded: Recorded, strategy: Any, examples: int, seed: int) -> Verdict:
+def _search(
+    promise: Promise, run: Run, recorded: Recorded, drawn: Callable[..., Any], examples: int, seed: int
+) -> Verdict:
     h, recorded.copies = hypothesis(), promise.name == UNWRITTEN
     failures: list[tuple[str, str]] = []
     inapplicable: list[str] = []
@@ -253,24 +261,33 @@ def _search(promise: Promise, run: Run, recorded: Recorded, strategy: Any, examp
             failures.append((what, _show(recorded.received)))
             raise
 
-    settings = h.settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=False,  # True in a caller's profile would override the seed
-        print_blob=False,
-        report_multiple_bugs=False,
-        phases=(h.Phase.generate, h.Phase.shrink),
-        suppress_health_check=list(h.HealthCheck),
-        verbosity=h.Verbosity.quiet,
-    )
-    try:
-        h.seed(seed)(settings(h.given(strategy)(holds)))()
-    except Exception:
-        if not failures:
-            raise
+    def search(strategy: Any, count: int, *phases: Any) -> None:
+        settings = h.settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            derandomize=False,  # True in a caller's profile would override the seed
+            print_blob=False,
+            report_multiple_bugs=False,
+            phases=phases,
+            suppress_health_check=list(h.HealthCheck),
+            verbosity=h.Verbosity.quiet,
+        )
+        try:
+            h.seed(seed)(settings(h.given(strategy)(holds)))()
+        except Exception:
+            if not failures:
+                raise
+
+    search(drawn(), examples, h.Phase.generate, h.Phase.shrink)
     if failures:  # the last one is the smallest: hypothesis replays it
         return Verdict(promise.name, False, *failures[-1])
+    longer = min(examples // SMALL_FOR_A_LONG, MOST_LONG)
+    if promise.name.startswith(EXACT) and longer:
+        search(drawn(long=True), longer, h.Phase.generate)
+    if failures:
+        detail, received = failures[-1]
+        return Verdict(promise.name, False, f"on a long example alone: {detail}", received)
     if inapplicable:
         return Verdict(promise.name, None, inapplicable[0])
     return Verdict(promise.name, True, worst=max(worst))
@@ -283,12 +300,12 @@ def _written(recorded: Recorded) -> str:
 
 def _show(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return str(value.tolist())
+        more = f" ... of shape {list(value.shape)}" if value.numel() > SHOWN else ""
+        return f"{value.flatten()[:8].tolist()}{more}" if more else str(value.tolist())
     if isinstance(value, PackedBatch):
-        lengths = (value.cu_seqlens[1:] - value.cu_seqlens[:-1]).tolist()
-        mask = "" if value.mask is None else f", mask={value.mask.int().tolist()}"
-        ids = "" if value.trajectory_ids is None else f", trajectory_ids={value.trajectory_ids.tolist()}"
-        return f"PackedBatch(lengths={lengths}, tokens={value.total_tokens}{mask}{ids})"
+        mask = "" if value.mask is None else f", mask={_show(value.mask.int())}"
+        ids = "" if value.trajectory_ids is None else f", trajectory_ids={_show(value.trajectory_ids)}"
+        return f"PackedBatch(lengths={_show(value.cu_seqlens.diff())}, tokens={value.total_tokens}{mask}{ids})"
     if isinstance(value, dict):
         return "".join(f"\n    {name} = {_show(item)}" for name, item in value.items())
     if isinstance(value, tuple):

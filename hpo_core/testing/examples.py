@@ -255,14 +255,17 @@ def random_policy_loss(
     if any(each is not None for each in inputs):
         keywords["gate_inputs"] = inputs
 
-    old = -uniform(tokens, 0.01, 4.0)
+    logp = old = -uniform(tokens, 0.01, 4.0)
     spread = choice(0.005, 0.1, 0.4, 2.0)
+    near = torch.ones(tokens, dtype=torch.bool, device="cpu")
     for _ in range(100):
-        logp = torch.where(uniform(tokens) < 0.05, old, old + spread * normal(tokens))
+        logp = torch.where(near, torch.where(uniform(tokens) < 0.05, old, old + spread * normal(tokens)), logp)
         if gate.reads_rollout:
-            keywords["rollout_logp"] = old + spread * normal(tokens)
+            rollout = old + spread * normal(tokens)
+            keywords["rollout_logp"] = torch.where(near, rollout, keywords.get("rollout_logp", rollout))
         example = PolicyLossExample(logp, old, advantages, batch, gate, keywords)
-        if _clear_of_branches(example):
+        near = _near_branches(example)
+        if not bool(near.any()):
             break
     else:
         raise AssertionError(f"no log-ratios found that keep {MARGIN} to every bound of {gate}")
@@ -275,20 +278,22 @@ def random_policy_loss(
     return example._replace(old_logp=None) if "on_policy" in features else example
 
 
-def _clear_of_branches(example: PolicyLossExample) -> bool:
+def _near_branches(example: PolicyLossExample) -> torch.Tensor:
+    """Whether the log-ratio of a token, or the mean of its trajectory, is nearer to a bound than ``MARGIN``."""
     gate, x, valid = example.gate, example.log_ratio(), example.valid()
+    near = torch.zeros_like(valid)
     if isinstance(gate.token, Clip):
         bounds: list[torch.Tensor] = [x.new_tensor(bound) for bound in (*gate.token.low, *gate.token.high)]
         bounds += [bound.double() for bound in example.gate_inputs.bounds or () if bound is not None]
-        if any(bool((valid & ((x - bound.log()).abs() < MARGIN)).any()) for bound in bounds):
-            return False
+        for bound in bounds:
+            near |= valid & ((x - bound.log()).abs() < MARGIN)
     if gate.level is not None and isinstance(gate.level.gate, Clip) and bool(valid.any()):
         owner, x = example.trajectory()[valid], x[valid]
         count = x.new_zeros(example.batch.rows).index_add(0, owner, torch.ones_like(x))
         mean = (x.new_zeros(example.batch.rows).index_add(0, owner, x) / count)[owner]
-        bounds = [x.new_tensor(bound).log() for bound in (*gate.level.gate.low, *gate.level.gate.high)]
-        return not any(bool(((mean - bound).abs() < MARGIN).any()) for bound in bounds)
-    return True
+        for number in (*gate.level.gate.low, *gate.level.gate.high):
+            near[valid] |= (mean - x.new_tensor(number).log()).abs() < MARGIN
+    return near
 
 
 # ---------------------------------------------------------------------------------------------------- rewards in groups

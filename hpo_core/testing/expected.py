@@ -61,7 +61,12 @@ def run_policy_loss(
 
 def outcome_of(out: Any, leaf: torch.Tensor, gradient: bool = True) -> Outcome:
     """The outputs of a kernel; the loss is differentiated by ``leaf`` if they hold no gradient."""
-    loss = out if isinstance(out, torch.Tensor) else out.loss
+    loss = out if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
+    found = f"a loss of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(out).__name__}"
+    assert isinstance(loss, torch.Tensor) and loss.ndim == 0, (
+        "expected the loss as a tensor of shape [], an object with .loss, or one with .loss and .grad; the kernel "
+        f"returned {found}"
+    )
     tokens, metrics = getattr(out, "tokens", None), getattr(out, "metrics", None)
     tokens = tokens if tokens is None else tokens.reshape(leaf.shape)
     if not gradient:
@@ -215,11 +220,9 @@ def expect_rewards(example: RewardsExample, op: str | Callable[..., Any] = "grpo
     of_members = estimator(example.rewards.double(), example.group_ids, **statistics)
     enters = torch.isfinite(example.rewards) & statistics.get("mask", torch.tensor(True, device="cpu"))
     ids = torch.zeros_like(exact, dtype=torch.int64) if example.group_ids is None else example.group_ids
-    first = exact.clone()
-    for key in set(ids.tolist()):
-        found = (enters & (ids == key)).nonzero()
-        if found.numel():
-            first[ids == key] = of_members[found[0, 0]]
+    group, unit = torch.unique(ids, return_inverse=True)[1], torch.arange(ids.numel(), device="cpu")
+    pivot = torch.full_like(unit, ids.numel()).scatter_reduce(0, group[enters], unit[enters], "amin")[group]
+    first = torch.where(pivot < ids.numel(), of_members[pivot.clamp(max=ids.numel() - 1)], exact)
     return Expected(exact, eager, (exact - first).abs() + first.abs())
 
 

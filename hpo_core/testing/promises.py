@@ -14,6 +14,7 @@ import torch
 
 Run = Callable[[Any], Any]
 
+SHOWN = 128  # of a tensor with more elements a report shows the first ones
 GRADIENT = "gradient"  # a requirement of promises that is no keyword
 UNWRITTEN = "inputs are not written"  # of one call: check() compares its arguments with copies from before it
 
@@ -50,6 +51,11 @@ def same(what: str, got: torch.Tensor, expected: torch.Tensor, why: str) -> None
     got, expected = got.detach() + 0.0, expected.detach() + 0.0
     if got.shape == expected.shape and torch.equal(got.nan_to_num(1e38), expected.nan_to_num(1e38)):
         return
+    if got.shape == expected.shape and got.numel() > SHOWN:
+        differ = ~((got == expected) | (got.isnan() & expected.isnan()))
+        first, count = differ.nonzero()[0].tolist(), int(differ.sum())
+        got, expected = got[tuple(first)], expected[tuple(first)]
+        what, why = f"{what} at {first}", f"{why}; {count} of {differ.numel()} elements differ"
     raise AssertionError(f"{what} is {got.tolist()} instead of {expected.tolist()} {why}")
 
 

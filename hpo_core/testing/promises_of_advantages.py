@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..advantages.terms import name_of
-from .budget import Expected, assert_within_budget
+from .budget import Expected, agrees, assert_within_budget
 from .examples import RewardsExample
 from .expected import accepts, expect_rewards
 from .promises import UNWRITTEN, Inapplicable, Run, Undefined, distinct, promise, same, shifted, strided
@@ -69,9 +69,7 @@ def _(run: Run, drawn: Rewards) -> float:
         return assert_within_budget("the advantages", got, expected)
     except AssertionError as error:
         hints = [
-            hint
-            for hint, other in _likely_faults(estimator).items()
-            if _agrees(got, estimator.expect(example, **other)) and not _agrees(got, expected)
+            hint for hint, other in _likely_faults(estimator).items() if agrees(got, estimator.expect(example, **other))
         ]
         raise AssertionError(f"{error}" + "".join(f"; {hint}" for hint in hints)) from None
 
@@ -87,14 +85,6 @@ def _likely_faults(estimator: Estimator) -> dict[str, dict[str, Any]]:
         meant = "keeps its raw reward where 0 is meant" if raw else "gets 0 where its raw reward is meant"
         faults[f"a group of one {meant}"] = {"singleton": "raw" if raw else "zero"}
     return faults
-
-
-def _agrees(got: torch.Tensor, expected: Expected) -> bool:
-    try:
-        assert_within_budget("", got, expected)
-    except AssertionError:
-        return False
-    return True
 
 
 @promise("advantages", "deterministic")

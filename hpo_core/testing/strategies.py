@@ -25,6 +25,11 @@ from .examples import (
 )
 from .layouts import Layout
 
+# An example that is long crosses the blocks of usual kernels: 128 rows, 1,024 or 2,048 units, 4,096 tokens.
+LONG = (1100, 0, 1, 2050, *(3,) * 140, 517, 130)
+LONG_RECTANGLE = (33,) * 130
+LONG_UNITS = 2100
+
 
 def hypothesis() -> Any:
     """The hypothesis package, imported on first use, because the library itself does not need it."""
@@ -36,11 +41,14 @@ def hypothesis() -> Any:
 
 
 @examines
-def layouts(rows: int = 5, longest: int = 7, padded: bool = False) -> Any:
-    """Strategy of :class:`Layout`; shrinks towards few short rows, no mask and seed 0. ``padded``: a rectangle."""
+def layouts(rows: int = 5, longest: int = 7, padded: bool = False, long: bool = False) -> Any:
+    """Strategy of :class:`Layout`; shrinks towards few short rows, no mask and seed 0. ``padded``: a rectangle;
+    ``long``: 4,200 tokens, which no usual block of a kernel holds."""
     st = hypothesis().strategies
     lengths = st.lists(st.integers(0, longest), max_size=rows).map(tuple)
-    if padded:
+    if long:
+        lengths = st.just(LONG_RECTANGLE if padded else LONG)
+    elif padded:
         lengths = st.tuples(st.integers(0, rows), st.integers(0, longest)).map(lambda size: (size[1],) * size[0])
     masked = st.sampled_from(("none", "some", "row", "all"))
     shared = st.just(False) if padded else st.booleans()
@@ -54,8 +62,10 @@ def policy_losses(
     always: Collection[str] = ("weights",),
     penalty: KLPenalty | None = None,
     padded: bool = False,
+    long: bool = False,
 ) -> Any:
-    """Strategy of :class:`PolicyLossExample` with ``always`` and any subset of ``features``."""
+    """Strategy of :class:`PolicyLossExample` with ``always`` and any subset of ``features``; ``long`` as in
+    :func:`layouts`."""
     st = hypothesis().strategies
     names = sorted(set(features) - set(always))
     subset = st.sets(st.sampled_from(names)) if names else st.just(set())
@@ -63,41 +73,47 @@ def policy_losses(
     def build(layout: Layout, chosen: set[str]) -> PolicyLossExample:
         return random_policy_loss(0, gate, chosen | set(always), penalty=penalty, layout=layout)
 
-    return st.builds(build, layouts(padded=padded), subset)
+    return st.builds(build, layouts(padded=padded, long=long), subset)
 
 
 @examines
-def reward_groups(units: int = 12, masks: bool = True) -> Any:
-    """Strategy of :class:`RewardsExample`."""
+def reward_groups(units: int = 12, masks: bool = True, long: bool = False) -> Any:
+    """Strategy of :class:`RewardsExample`; ``long``: of 2,100 units."""
     st = hypothesis().strategies
-    return st.builds(random_rewards, st.integers(0, 9999), st.integers(0, units), masks=st.just(masks))
+    return st.builds(random_rewards, st.integers(0, 9999), _count(units, long), masks=st.just(masks))
 
 
 @examines
-def steps(units: int = 12) -> Any:
-    """Strategy of :class:`RewardsExample` for steps."""
+def steps(units: int = 12, long: bool = False) -> Any:
+    """Strategy of :class:`RewardsExample` for steps; ``long``: of 2,100 units."""
     st = hypothesis().strategies
-    return st.builds(random_steps, st.integers(0, 9999), st.integers(0, units))
+    return st.builds(random_steps, st.integers(0, 9999), _count(units, long))
 
 
-def windows(padded: bool = False) -> Any:
-    """Strategy of :class:`WindowExample`."""
-    return layouts(longest=10, padded=padded).map(lambda layout: random_window(layout=layout))
+def _count(most: int, long: bool) -> Any:
+    st = hypothesis().strategies
+    return st.just(LONG_UNITS) if long else st.integers(0, most)
 
 
-def masks(window: EntropyWindow, padded: bool = False) -> Any:
-    """Strategy of :class:`MaskExample`."""
+def windows(padded: bool = False, long: bool = False) -> Any:
+    """Strategy of :class:`WindowExample`; ``long`` as in :func:`layouts`."""
+    return layouts(longest=10, padded=padded, long=long).map(lambda layout: random_window(layout=layout))
+
+
+def masks(window: EntropyWindow, padded: bool = False, long: bool = False) -> Any:
+    """Strategy of :class:`MaskExample`; ``long`` as in :func:`layouts`."""
 
     def build(layout: Layout) -> MaskExample:
         # Sums of multiples of 1/64 are exact, so a tie is a tie in every precision.
         entropy = torch.randint(0, 128, (layout.tokens,), generator=layout.generator(2), device="cpu").float() / 64
         return MaskExample(entropy, layout.batch(), window)
 
-    return layouts(longest=10, padded=padded).map(build)
+    return layouts(longest=10, padded=padded, long=long).map(build)
 
 
 @examines
-def scores(count: int = 40) -> Any:
-    """Strategy of :class:`ScoresExample`."""
+def scores(count: int = 40, long: bool = False) -> Any:
+    """Strategy of :class:`ScoresExample`; ``long``: of 4,200 scores, no two alike."""
     st = hypothesis().strategies
-    return st.builds(random_scores, st.integers(0, 9999), st.integers(0, count))
+    size = (st.just(2 * LONG_UNITS), st.just("distinct")) if long else (st.integers(0, count),)
+    return st.builds(random_scores, st.integers(0, 9999), *size)

@@ -40,7 +40,7 @@ from .strategies import masks, policy_losses, reward_groups, scores, steps, wind
 
 class Subject(NamedTuple):
     call: Run  # from an example to the output that promises examine
-    strategy: Any
+    examples: Callable[..., Any]  # the strategy of small examples, or with long=True of long ones
     notes: tuple[str, ...] = ()
 
 
@@ -121,7 +121,8 @@ def of_policy_loss(
             features.remove("on_policy")
             notes.append(f"old_logp=None, on which the kernel raised {type(found).__name__}")
     always = ("weights",) if "weights" in features else ()
-    return Subject(call, policy_losses(gate, features, always=always, penalty=penalty, padded=padded), tuple(notes))
+    drawn = functools.partial(policy_losses, gate, features, always=always, penalty=penalty, padded=padded)
+    return Subject(call, drawn, tuple(notes))
 
 
 def _error_on_policy(call: Run, gate: RatioGate, features: Collection[str]) -> Exception | None:
@@ -186,13 +187,18 @@ def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _tensor(out: Any) -> torch.Tensor:
+    assert isinstance(out, torch.Tensor), f"expected a tensor; the kernel returned a {type(out).__name__}"
+    return out
+
+
 def _kl(fn: Recorded, *, gradient: bool, penalty: KLPenalty | None, **options: Any) -> Subject:
     """The penalty alone as a policy loss: advantages are 0, weights are 1, and every token is valid."""
     penalty = kl.k3(1.0) if penalty is None else penalty
 
     def call(example: PolicyLossExample) -> Outcome:
         logp = example.logp.detach().requires_grad_(gradient)
-        tokens = fn(logp, example.keywords["ref_logp"], **options)
+        tokens = _tensor(fn(logp, example.keywords["ref_logp"], **options))
         total = tokens.sum()
         if not gradient:
             return Outcome(total, None, tokens.detach(), None)
@@ -206,8 +212,10 @@ def _kl(fn: Recorded, *, gradient: bool, penalty: KLPenalty | None, **options: A
         example = example.on_tokens(lambda x: x[: batch.total_tokens])
         return example._replace(advantages=0 * ones, batch=batch).given(weights=ones)
 
-    drawn = policy_losses(gates.reinforce(), (), always=("weights", "kl", "on_policy"), penalty=penalty)
-    return Subject(call, drawn.map(alone))
+    drawn = functools.partial(
+        policy_losses, gates.reinforce(), (), always=("weights", "kl", "on_policy"), penalty=penalty
+    )
+    return Subject(call, lambda **size: drawn(**size).map(alone))
 
 
 ESTIMATORS = tuple(
@@ -247,7 +255,7 @@ def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict
     )
 
     def call(example: RewardsExample) -> torch.Tensor:
-        return fn(example.rewards, example.group_ids, **example.keywords, **options)  # type: ignore[no-any-return]
+        return _tensor(fn(example.rewards, example.group_ids, **example.keywords, **options))
 
     def taken(example: RewardsExample) -> RewardsExample:
         given = accepted_keywords(like, **example.keywords)
@@ -256,14 +264,18 @@ def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict
         )
 
     estimator, notes = Estimator(like, options), []
-    examples = (steps() if required else reward_groups()).map(taken)
     try:
         call(RewardsExample(torch.tensor([0.0, 1.0], device="cpu"), None, {}))
     except Exception as error:
         if not required:
             notes.append(f"group_ids=None, on which the kernel raised {type(error).__name__}")
-            examples = examples.filter(lambda example: example.group_ids is not None)
-    return Subject(call, examples.map(lambda example: (example, estimator)), tuple(notes))
+
+    def examples(**size: bool) -> Any:
+        drawn = (steps if required else reward_groups)(**size).map(taken)
+        drawn = drawn.filter(lambda example: example.group_ids is not None) if notes else drawn
+        return drawn.map(lambda example: (example, estimator))
+
+    return Subject(call, examples, tuple(notes))
 
 
 def _window_mean(fn: Recorded, *, padded: bool, **options: Any) -> Subject:
@@ -274,7 +286,7 @@ def _window_mean(fn: Recorded, *, padded: bool, **options: Any) -> Subject:
         mask = _rectangle_of_mask(batch)
         return fn(_rectangle(values, batch), mask, first, last, **rules, **options).flatten()  # type: ignore[no-any-return]
 
-    return Subject(call, windows(padded))
+    return Subject(call, functools.partial(windows, padded))
 
 
 def _window_mask(fn: Recorded, *, padded: bool, window: EntropyWindow | None, **options: Any) -> Subject:
@@ -287,7 +299,7 @@ def _window_mask(fn: Recorded, *, padded: bool, window: EntropyWindow | None, **
             return fn(entropy, batch, **given, **options)  # type: ignore[no-any-return]
         return fn(_rectangle(entropy, batch), _rectangle_of_mask(batch), **given, **options).flatten()  # type: ignore[no-any-return]
 
-    return Subject(call, masks(window, padded))
+    return Subject(call, functools.partial(masks, window, padded))
 
 
 def _first(out: Any) -> torch.Tensor:
@@ -295,7 +307,7 @@ def _first(out: Any) -> torch.Tensor:
 
 
 def _order_statistic(fn: Recorded, **options: Any) -> Subject:
-    return Subject(lambda example: _first(fn(*example, **options)), scores())
+    return Subject(lambda example: _first(fn(*example, **options)), scores)
 
 
 def _quantile(fn: Recorded, *, rule: OrderRule = OrderRule.CEIL, **options: Any) -> Subject:
@@ -305,7 +317,10 @@ def _quantile(fn: Recorded, *, rule: OrderRule = OrderRule.CEIL, **options: Any)
     def finite(example: ScoresExample) -> ScoresExample:
         return example._replace(score=example.score[torch.isfinite(example.score)], rule=rule)
 
-    return Subject(call, scores().map(finite).filter(lambda example: example.score.numel() > 0))
+    def examples(**size: bool) -> Any:
+        return scores(**size).map(finite).filter(lambda example: example.score.numel() > 0)
+
+    return Subject(call, examples)
 
 
 OTHERS: dict[str, Callable[..., Subject]] = {

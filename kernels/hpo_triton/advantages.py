@@ -218,14 +218,14 @@ def _receives(units, apply_mask, unit, exists):
 @triton.jit
 def _normalise_term(
     so_far, given, units, receives, begin, length, numbers, RULES: tl.constexpr, TERM: tl.constexpr,
-    SHARE: tl.constexpr, OTHERS: tl.constexpr, TILE: tl.constexpr,
+    SHARE: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     RULE: tl.constexpr = RULES.of_terms[TERM]
     id = None if given.ids is None else units.id
-    group, absolute = _sums(given, None, begin, length, id, RULE, TILE if id is None else OTHERS)
+    group, absolute = _sums(given, None, begin, length, id, RULE, TILE_UNITS if id is None else OTHERS)
     batch = group
     if RULE.scale == BATCH and id is not None:
-        batch = sum_group(given, None, begin, length, None, TILE, False)
+        batch = sum_group(given, None, begin, length, None, TILE_UNITS, False)
     map = _map_of(group, absolute, batch, numbers, RULE, SHARE)
     return _add_term(so_far, map, units, receives, numbers, RULE, SHARE)
 
@@ -252,7 +252,6 @@ def _normalise_few(
     TERMS: tl.constexpr,
     UNITS: tl.constexpr,
     OTHERS: tl.constexpr,
-    TILE: tl.constexpr,
 ):  # fmt: skip
     eps = (eps_0, eps_1, eps_2, eps_3, eps_4, eps_5, eps_6, eps_7)
     coefficients = (
@@ -272,9 +271,7 @@ def _normalise_few(
         )
         receives = _receives(loaded, apply_mask, unit, exists)
         if tl.max(receives.to(tl.int32)) > 0:  # also a border: without it the compiler finishes all terms together
-            so_far = _normalise_term(
-                so_far, given, loaded, receives, begin, length, numbers, RULES, k, SHARE, OTHERS, TILE
-            )
+            so_far = _normalise_term(so_far, given, loaded, receives, begin, length, numbers, RULES, k, SHARE, OTHERS)
     tl.store(advantages + unit, _advantage(so_far, share_eps, share_least, SHARE), mask=exists)
 
 
@@ -323,15 +320,14 @@ def _normalise_all_members(
     keeps: tl.float64,
     RULE: tl.constexpr,
     SHARE: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     numbers = Numbers(ddof, eps, coefficient, keeps)
     group = load_all_members(totals)
     sum = group.sum
     if absolute is not None:
-        sum = add_absolute(absolute, tiles, TILE)
+        sum = add_absolute(absolute, tiles)
     map = _map_of(group, sum, group, numbers, RULE, SHARE)
-    unit = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    unit = tl.program_id(0).to(tl.int64) * TILE_UNITS + tl.arange(0, TILE_UNITS)[None, :]
     given = Given(values, None, weights, mask)
     _apply_term(
         advantages, before, after, unit, unit < units, map, given, apply_mask, units, share_eps, share_least, numbers,
@@ -361,19 +357,17 @@ def _normalise_runs(
     keeps: tl.float64,
     RULE: tl.constexpr,
     SHARE: tl.constexpr,
-    RUNS: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     numbers = Numbers(ddof, eps, coefficient, keeps)
     given = Given(values, ids, weights, mask)
-    begin, length = run_of(sorted_ids, units, RUNS, WIDTH)
-    group, absolute = _sums(given, order, begin, length, None, RULE, WIDTH)
+    begin, length = run_of(sorted_ids, units)
+    group, absolute = _sums(given, order, begin, length, None, RULE, AT_ONCE)
     batch = group
     if totals is not None:
         batch = load_all_members(totals)
     map = _map_of(group, absolute, batch, numbers, RULE, SHARE)
-    for start in range(0, tl.max(length), WIDTH):
-        position = begin + start + tl.arange(0, WIDTH)[None, :]
+    for start in range(0, tl.max(length), AT_ONCE):
+        position = begin + start + tl.arange(0, AT_ONCE)[None, :]
         here = position < begin + length
         unit = tl.load(order + position, mask=here, other=0)
         _apply_term(
@@ -406,7 +400,7 @@ def _normalise_at_once(inputs: GroupInputs, spec: GroupNormalisation, advantages
         sum(term.ddof << k for k, term in enumerate(terms)),
         sum(int(term.keep_singletons) << k for k, term in enumerate(terms)),
         RULES=Rules(tuple(_rule(term) for term in terms)), SHARE=int(spec.share), TERMS=len(terms), UNITS=block,
-        OTHERS=others, TILE=TILE_UNITS, maxnreg=REGISTERS,
+        OTHERS=others, maxnreg=REGISTERS,
     )  # fmt: skip
 
 
@@ -424,19 +418,19 @@ def _normalise_by_term(inputs: GroupInputs, spec: GroupNormalisation, advantages
         )  # fmt: skip
         if given.ids is None:
             absolute = sum_absolute_tiles(given, totals[k]) if term.scale is Scale.ABSOLUTE else None
-            tiles = triton.cdiv(units, TILE_UNITS)
+            tiles = triton.cdiv(units, TILE_UNITS.value)
             launch(
                 _normalise_all_members, tiles, advantages, before, after, given.x, given.weights, given.mask,
                 inputs.apply_mask, totals[k], absolute, units, tiles, *numbers, RULE=_rule(term),
-                SHARE=int(spec.share), TILE=TILE_UNITS, maxnreg=REGISTERS,
+                SHARE=int(spec.share), maxnreg=REGISTERS,
             )  # fmt: skip
             continue
         if id(given.ids) not in sorted_by:
             sorted_by[id(given.ids)] = torch.sort(given.ids, stable=True)
         launch(
-            _normalise_runs, triton.cdiv(units, RUNS), advantages, before, after, *given, inputs.apply_mask,
+            _normalise_runs, triton.cdiv(units, RUNS.value), advantages, before, after, *given, inputs.apply_mask,
             *sorted_by[id(given.ids)], totals.get(k), units, *numbers, RULE=_rule(term), SHARE=int(spec.share),
-            RUNS=RUNS, WIDTH=AT_ONCE, maxnreg=REGISTERS,
+            maxnreg=REGISTERS,
         )  # fmt: skip
 
 

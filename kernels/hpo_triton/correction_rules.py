@@ -1,4 +1,4 @@
-"""The factor of a correction, token by token, and the sweeps that multiply their token weights with it.
+"""The factor of a correction, token by token, and the token weights of sweeps that multiply with it.
 
 The definition is hpo_core/reference/corrections.py; the arithmetic is that of csrc/include/hpo/correction_rules.h in
 the same order.
@@ -15,7 +15,6 @@ from ..specs import Action, CorrectionSpec, Statistic
 from .math import SATURATION, clamp, exp, k3, k3_slope, log_parts, log_tail
 from .rows import load
 from .terms import by_sign
-from .tokens import Loaded
 
 LOG_RATIO = tl.constexpr(int(Statistic.LOG_RATIO))
 K2 = tl.constexpr(int(Statistic.K2))
@@ -106,10 +105,10 @@ def factor_of(v, low, high, ACTION: tl.constexpr, STRICT: tl.constexpr):
 
 
 @triton.jit
-def with_correction(loaded, inputs, bounds, row, rows, token, tokens, whole, READING: tl.constexpr):
-    """``loaded`` with the factors of a correction in its token weights."""
+def weight_of_tokens(loaded, inputs, bounds, row, rows, token, tokens, whole, READING: tl.constexpr):
+    """The token weights, if there are any, with the factors of a correction in them."""
     if READING.rule is None:
-        return loaded
+        return loaded.token_weight
     else:
         first = loaded.logp
         if inputs.correction_first is not None:
@@ -126,19 +125,7 @@ def with_correction(loaded, inputs, bounds, row, rows, token, tokens, whole, REA
         factor = tl.where(v == v, factor, v)
         if inputs.token_weight is not None:
             factor = factor * loaded.token_weight
-        return Loaded(
-            logp=loaded.logp,
-            old_logp=loaded.old_logp,
-            ref_logp=loaded.ref_logp,
-            advantage=loaded.advantage,
-            token_weight=factor,
-            score=loaded.score,
-            mask=loaded.mask,
-            token_mask=loaded.token_mask,
-            target=loaded.target,
-            low=loaded.low,
-            high=loaded.high,
-        )
+        return factor
 
 
 # --------------------------------------------------------------------------------------------------------------- host

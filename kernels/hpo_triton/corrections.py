@@ -40,7 +40,7 @@ from .leaves import (
     segment_of,
     slots_of_leaves,
 )
-from .rows import SLOT_TOKENS, SLOTS
+from .rows import SLOT, SLOTS
 from .terms import by_sign
 from .tokens import Rule, load_tokens, reading_of
 
@@ -104,14 +104,14 @@ def _counted(given, loss, token, tokens):
 @triton.jit
 def _reduce_block(
     inputs, loss, token_weight, tables, factor, block, tokens, leaves, READING: tl.constexpr, RULE: tl.constexpr,
-    DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     token = block * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
     untouched = tl.full([SLOTS * SLOT], 1.0, tl.float32)
     if token_weight is not None:
         untouched = tl.load(token_weight + token, mask=token < tokens)
     tl.store(factor + token, untouched, mask=token < tokens)
-    slots = find_leaves(tables, block, leaves, tokens, SLOT, SLOTS, 4)
+    slots = find_leaves(tables, block, leaves, tokens, 4)
     if DEPTH > 0:
         loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
         v = statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
@@ -140,10 +140,10 @@ def _reduce_block(
 @triton.jit
 def _correct_block(
     inputs, loss, tables, factor, bounds, block, tokens, rows, leaves, READING: tl.constexpr, RULE: tl.constexpr,
-    DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-    slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, SLOT, 4)
+    slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, 4)
     loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
     if READING.advantage_per_token:
         negative = loaded.advantage < 0.0
@@ -192,9 +192,6 @@ def _correct_tokens(
     READING: tl.constexpr,
     RULE: tl.constexpr,
     DEPTH: tl.constexpr,
-    LEAVES: tl.constexpr,
-    SLOT: tl.constexpr,
-    SLOTS: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
@@ -207,21 +204,18 @@ def _correct_tokens(
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP == CHECK:
-            check_leaves(given, tables, leaves, rows, tokens, DEPTH, LEAVES)
+            check_leaves(given, tables, leaves, rows, tokens, DEPTH)
         elif STEP == REPAIR:
-            repair_leaves(given, tables, leaves, rows, tokens, DEPTH, LEAVES, FIRST, LAST)
+            repair_leaves(given, tables, leaves, rows, tokens, DEPTH, FIRST, LAST)
         elif STEP == SUM:
             for block in range(program, slots // SLOTS, programs):
-                _reduce_block(
-                    inputs, loss, token_weight, tables, factor, block, tokens, leaves, READING, RULE, DEPTH, SLOT, SLOTS
-                )
+                _reduce_block(inputs, loss, token_weight, tables, factor, block, tokens, leaves, READING, RULE, DEPTH)
         else:
             if STEP > FIRST:
                 wait_for_programs(state + STEP, programs)
             for block in range(program, slots // SLOTS, programs):
                 _correct_block(
-                    weighted, loss, tables, factor, bounds, block, tokens, rows, leaves, READING, RULE, DEPTH, SLOT,
-                    SLOTS,
+                    weighted, loss, tables, factor, bounds, block, tokens, rows, leaves, READING, RULE, DEPTH,
                 )  # fmt: skip
 
 
@@ -239,15 +233,14 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
     (depth, count, _), slots = leaves.segments.shape, leaves.owner.numel()
     tokens, rows, factor = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, torch.empty_like(inputs.logp)
     rule = Rule(int(spec.statistic), int(spec.reduction), spec.is_extremum, int(spec.action), spec.strict)
-    blocks, registers = slots // SLOTS, 128 if spec.statistic is Statistic.BINARY_KL else 80
-    reduced = {CHECK.value: triton.cdiv(count, LEAVES), REPAIR.value: 1, SUM.value: blocks}
+    blocks, registers = slots // SLOTS.value, 128 if spec.statistic is Statistic.BINARY_KL else 80
+    reduced = {CHECK.value: triton.cdiv(count, LEAVES.value), REPAIR.value: 1, SUM.value: blocks}
     correct = {CORRECT.value: blocks}
     for stage in [reduced | correct] if reduce is None else [reduced, correct]:
         launch_steps(
             _correct_tokens, stage, registers, inputs.logp, inputs.old_logp, inputs.advantages, *loss,
             inputs.cu_seqlens, inputs.mask, inputs.token_weight, inputs.leaf_begin, inputs.leaf_end, inputs.leaf_row,
             *leaves, factor, rule_bounds_of(spec), tokens, rows, count, slots, READING=reading, RULE=rule, DEPTH=depth,
-            LEAVES=LEAVES, SLOT=SLOT_TOKENS, SLOTS=SLOTS,
         )  # fmt: skip
         if reduce is not None and SUM.value in stage:
             reduce(leaves.segments[0, :, : EXTREMUM.value + 1], spec.is_extremum)

@@ -25,7 +25,7 @@ NEAREST = tl.constexpr(int(OrderRule.NEAREST))
 BINS = tl.constexpr(2048)
 PASSES = 3
 # Of one step. Before Triton 3.9 the histogram of more holds what it spills.
-SCORES = 2048 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 1024
+SCORES = tl.constexpr(2048 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 1024)
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _key_at(histograms, numerator, denominator, digits, RULE: tl.constexpr, PASS
 @triton.jit
 def _count_digits(
     score, histograms, tokens, numerator, denominator, digits,
-    RULE: tl.constexpr, PASS: tl.constexpr, ALIGNED: tl.constexpr, SCORES: tl.constexpr,
+    RULE: tl.constexpr, PASS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Adds this program's share of the scores to the histogram of a pass, and the first pass counts NaN."""
     program = tl.program_id(0).to(tl.int64)
@@ -142,14 +142,13 @@ def _select_top(
     FIRST: tl.constexpr,  # of the steps 0, 1, 2 (a digit each) and 3 (threshold and selection)
     LAST: tl.constexpr,
     ALIGNED: tl.constexpr,
-    SCORES: tl.constexpr,
 ):
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP > FIRST:
             wait_for_programs(histograms + 3 * BINS + 1, (STEP - FIRST) * programs)
         if STEP < 3:
-            _count_digits(score, histograms, tokens, numerator, denominator, digits, RULE, STEP, ALIGNED, SCORES)
+            _count_digits(score, histograms, tokens, numerator, denominator, digits, RULE, STEP, ALIGNED)
         else:
             key, n = _key_at(histograms, numerator, denominator, digits, RULE, 3)
             limit = tl.where(n > 0, from_order_key(key), float("nan"))
@@ -187,11 +186,11 @@ def order_statistic(
     histograms = torch.zeros(PASSES * BINS.value + 2, dtype=torch.int64, device=score.device)
     denominator = max(1, min(denominator, 2**61))
     numbers = (tokens, max(0, min(numerator, denominator)), denominator, tokens.bit_length())
-    programs, cooperative = programs_together(score.device, tokens, SCORES)
+    programs, cooperative = programs_together(score.device, tokens, SCORES.value)
     for first, last in [(0, PASSES)] if cooperative else [(step, step) for step in range(PASSES + 1)]:
         launch(
             _select_top, programs, score, histograms, threshold, counts, selected, *numbers,
-            RULE=int(rule), STRICT=strict, FIRST=first, LAST=last, ALIGNED=aligned(score), SCORES=SCORES,
+            RULE=int(rule), STRICT=strict, FIRST=first, LAST=last, ALIGNED=aligned(score),
             launch_cooperative_grid=cooperative, maxnreg=REGISTERS,
         )  # fmt: skip
     return threshold, counts
@@ -226,14 +225,13 @@ def _select(
     rows: tl.int64,
     STRICT: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * TILE
     whole = start + TILE <= tokens
     token = start + tl.arange(0, TILE)
     score = load(values, token, tokens, whole, ALIGNED)
     if cu_seqlens is not None:
-        _, _, valid = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
+        _, _, valid = places_of_tile(cu_seqlens, rows, tokens, start)
         if mask is not None:
             valid &= load(mask, token, tokens, whole, ALIGNED)
         score = tl.where(is_finite(score), score, float("nan"))
@@ -253,7 +251,7 @@ def select(
     tokens, rows = values.numel(), 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     selected = torch.empty_like(values, dtype=torch.bool)
     launch(
-        _select, triton.cdiv(tokens, TILE), values, mask, cu_seqlens, threshold, selected, tokens, rows,
-        STRICT=strict, ALIGNED=aligned(values, mask), TILE=TILE,
+        _select, triton.cdiv(tokens, TILE.value), values, mask, cu_seqlens, threshold, selected, tokens, rows,
+        STRICT=strict, ALIGNED=aligned(values, mask),
     )  # fmt: skip
     return selected

@@ -18,12 +18,12 @@ from .gated_levels import LOG_MEAN_EXP, Shape, of_levels
 from .launch import REGISTERS, kernel, launch_steps, wait_for_programs
 from .leaves import EXPONENT, FIELDS, FIXED, FLOW, VALID, Leaves, add_to_segments, segment_of, slots_of_leaves
 from .math import clamp
-from .rows import SLOT_TOKENS, SLOTS
-from .sums import LARGEST, TOTAL, total
+from .rows import SLOTS
+from .sums import LARGEST, total
 from .terms import Pre, mean_exp_slope, through_pre
 from .tokens import Reading, load_tokens, read_tokens, up_to
 
-FLOWS = 512  # slots of one block that adds
+FLOWS = tl.constexpr(512)  # slots of one block that adds
 ADD, RETURN = tl.constexpr(0), tl.constexpr(1)
 THROUGH = tl.constexpr(int(Routing.THROUGH))
 
@@ -31,7 +31,6 @@ THROUGH = tl.constexpr(int(Routing.THROUGH))
 @triton.jit
 def add_flows(
     flows, tables, block, leaves, slots, ROUTINGS: tl.constexpr, DEPTH: tl.constexpr, CHANNELS: tl.constexpr,
-    FLOWS: tl.constexpr,
 ):  # fmt: skip
     slot = block * FLOWS + tl.arange(0, FLOWS).to(tl.int64)
     exists = slot < slots
@@ -71,10 +70,10 @@ def _aggregate_grad(tables, leaf, leaves, held, channel, SHAPE: tl.constexpr, DE
 @triton.jit
 def _return_flows(
     inputs, tables, grad, pre, block, tokens, rows, leaves,
-    READING: tl.constexpr, SHAPE: tl.constexpr, DEPTH: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr,
+    READING: tl.constexpr, SHAPE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-    slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, SLOT, 4)
+    slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, 4)
     rising = _aggregate_grad(tables, leaf, leaves, held, 0, SHAPE, DEPTH)
     falling = rising
     if SHAPE.channels == 2:
@@ -82,7 +81,7 @@ def _return_flows(
     if tl.max(tl.abs(rising)) + tl.max(tl.abs(falling)) > 0.0:  # else the written gradient stands, to the bit
         token = slots.token
         loaded = load_tokens(inputs, token, tokens, tl.max(token) < tokens, READING)
-        t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
+        t = read_tokens(inputs, loaded, loaded.token_weight, of_row, rows, slots.inside, READING)
         flow = through_pre(tl.where(t.x < 0.0, falling, rising), t.x, t.negative, pre)
         if SHAPE.aggregates[0] == LOG_MEAN_EXP:
             flow *= mean_exp_slope(t.x, SHAPE.channels == 2)
@@ -122,12 +121,6 @@ def _deliver_gradient(
     READING: tl.constexpr,
     SHAPE: tl.constexpr,
     DEPTH: tl.constexpr,
-    SLOT: tl.constexpr,
-    SLOTS: tl.constexpr,
-    FLOWS: tl.constexpr,
-    METRICS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    ROWS_AT_ONCE: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
@@ -140,21 +133,17 @@ def _deliver_gradient(
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP == ADD:
             for block in range(program, tl.cdiv(slots, FLOWS), programs):
-                add_flows(flows, tables, block, leaves, slots, ROUTINGS, DEPTH, CHANNELS, FLOWS)
+                add_flows(flows, tables, block, leaves, slots, ROUTINGS, DEPTH, CHANNELS)
             if program == programs - 1:  # which has the fewest blocks
-                total(sums, seen, loss, metrics, summed, rows, METRICS, PROGRAMS, ROWS_AT_ONCE)
+                total(sums, seen, loss, metrics, summed, rows)
         else:
             if STEP > FIRST:
                 wait_for_programs(state, programs)
             if FIRST == LAST:  # a loop would hold more in registers
-                _return_flows(
-                    inputs, tables, grad, pre, program, tokens, rows, leaves, READING, SHAPE, DEPTH, SLOT, SLOTS
-                )
+                _return_flows(inputs, tables, grad, pre, program, tokens, rows, leaves, READING, SHAPE, DEPTH)
             else:
                 for block in range(program, slots // SLOTS, programs):
-                    _return_flows(
-                        inputs, tables, grad, pre, block, tokens, rows, leaves, READING, SHAPE, DEPTH, SLOT, SLOTS
-                    )
+                    _return_flows(inputs, tables, grad, pre, block, tokens, rows, leaves, READING, SHAPE, DEPTH)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -175,7 +164,7 @@ def deliver_gradient(
     exchange: Exchange | None,
 ) -> None:
     (depth, count, _), slots = leaves.segments.shape, leaves.owner.numel()
-    blocks = {ADD.value: triton.cdiv(slots, FLOWS), RETURN.value: slots // SLOTS}
+    blocks = {ADD.value: triton.cdiv(slots, FLOWS.value), RETURN.value: slots // SLOTS.value}
     # On more levels one launch of both would take more registers than two programs of a multiprocessor have.
     together = exchange is None and depth <= 2
     stages = [blocks] if together else [{step: number} for step, number in blocks.items()]
@@ -187,5 +176,5 @@ def deliver_gradient(
         launch_steps(
             _deliver_gradient, stage, REGISTERS, *up_to(inputs, "ref_logp"), *leaves, flows, seen, sums, grad, loss,
             metrics, pre, inputs.logp.numel(), inputs.weights.numel(), count, slots, sums.shape[0], READING=reading,
-            SHAPE=of_levels(shape), DEPTH=depth, SLOT=SLOT_TOKENS, SLOTS=SLOTS, FLOWS=FLOWS, **TOTAL,
+            SHAPE=of_levels(shape), DEPTH=depth,
         )  # fmt: skip

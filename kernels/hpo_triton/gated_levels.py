@@ -24,6 +24,7 @@ SUM = tl.constexpr(int(Aggregate.SUM))
 LOG_MEAN_EXP = tl.constexpr(int(Aggregate.LOG_MEAN_EXP))
 
 # The gated levels of a leaf by kind, 2 channel + (the advantage is negative). A side is 1 below, 2 above or 3.
+GATED = tl.constexpr(64)  # leaves of one block
 KINDS = tl.constexpr(4)
 GATED_FIELDS = tl.constexpr(5)
 Z, MEAN, SLOPE, OWN, SIDE = (tl.constexpr(field) for field in range(5))
@@ -126,10 +127,9 @@ def _aggregate(segments, segment, channel, exists, AGGREGATE: tl.constexpr):
 @triton.jit
 def gate_leaves(
     tables, gated_levels, steps, block, leaves, lows, highs, slopes, SHAPE: tl.constexpr, DEPTH: tl.constexpr,
-    LEAVES: tl.constexpr,
 ):  # fmt: skip
     """The gated levels of a block of leaves. ``lows``, ``highs`` and ``slopes``: by level, the bounds by kind."""
-    leaf = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)[:, None]
+    leaf = block * GATED + tl.arange(0, GATED).to(tl.int64)[:, None]
     exists = leaf < leaves
     ancestors, segments = tables.ancestors, tables.segments
     first = tl.load(tables.begin + leaf, mask=exists, other=0)
@@ -137,9 +137,9 @@ def gate_leaves(
     exists &= first < last  # a leaf that is not good is empty
     kind = tl.arange(0, 2 * SHAPE.channels)[None, :]
     channel = kind // 2
-    exists = tl.broadcast_to(exists, [LEAVES, 2 * SHAPE.channels])
+    exists = tl.broadcast_to(exists, [GATED, 2 * SHAPE.channels])
 
-    z = tl.zeros([LEAVES, 2 * SHAPE.channels], tl.float64)
+    z = tl.zeros([GATED, 2 * SHAPE.channels], tl.float64)
     finer_slope = z
     own = z.to(tl.float32)
     side = z.to(tl.int32)
@@ -190,11 +190,11 @@ def gate_leaves(
 
 @triton.jit
 def add_children(
-    tables, block, leaves, LEVEL: tl.constexpr, AGGREGATE: tl.constexpr, CHANNELS: tl.constexpr, LEAVES: tl.constexpr
+    tables, block, leaves, LEVEL: tl.constexpr, AGGREGATE: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
     """To the segments of a balanced level a block of finer ones, of the given AGGREGATE, that have tokens. A segment's
     number is that of its first leaf, which has its parent; this exists, whatever the ancestors are."""
-    segment = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)
+    segment = block * GATED + tl.arange(0, GATED).to(tl.int64)
     exists = segment < leaves
     segments, parent = tables.segments, segment
     if tables.ancestors is not None:

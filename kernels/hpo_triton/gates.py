@@ -29,7 +29,7 @@ from ..specs import (
     rows_as_weights,
 )
 from . import hierarchy
-from .correction_rules import rule_bounds_of, with_correction
+from .correction_rules import rule_bounds_of, weight_of_tokens
 from .corrections import correction
 from .launch import kernel, launch, programs_for
 from .math import clamp, exp
@@ -75,26 +75,27 @@ class Clipped(NamedTuple):
 
 
 @triton.jit
+def _bound(given, loaded, of_positive, of_negative, driven, t):
+    """``given``: the tensor, or None; ``driven``: bit 0 for advantages >= 0, bit 1 for < 0: it replaces the bound."""
+    value = tl.where(t.negative, of_negative, of_positive)
+    if given is not None:
+        value = tl.where(t.valid & (((driven >> t.negative.to(tl.int64)) & 1) == 1), loaded, value)
+    return value
+
+
+@triton.jit
 def clip_tokens(
     t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
     DROP: tl.constexpr,
 ):  # fmt: skip
-    """``low_driven`` and ``high_driven``: bit 0 for advantages >= 0, bit 1 for < 0: the tensor replaces the bound."""
     if DROP:
         ratio = tl.full(t.x.shape, 1.0, tl.float32)
         below = t.x != t.x
         above = below
     else:
-        sign = t.negative.to(tl.int64)
         ratio = exp(t.x)
-        lowest = tl.where(t.negative, low_negative, low_positive)
-        highest = tl.where(t.negative, high_negative, high_positive)
-        if inputs.low is not None:
-            driven = t.valid & (((low_driven >> sign) & 1) == 1)
-            lowest = tl.where(driven, loaded.low, lowest)
-        if inputs.high is not None:
-            driven = t.valid & (((high_driven >> sign) & 1) == 1)
-            highest = tl.where(driven, loaded.high, highest)
+        lowest = _bound(inputs.low, loaded.low, low_positive, low_negative, low_driven, t)
+        highest = _bound(inputs.high, loaded.high, high_positive, high_negative, high_driven, t)
         below = ratio < lowest
         above = ratio > highest
         ratio = tl.where(above, highest, tl.where(below, lowest, ratio))
@@ -102,14 +103,20 @@ def clip_tokens(
 
 
 @triton.jit
-def clip_derivative(policy, clipped, DROP: tl.constexpr, SCORE_HEAD: tl.constexpr):
-    """Of the policy term in the log-probability; an infinite log-ratio is not yet left out."""
+def differentiate_clipped(t, clipped, kl_weight, kl_beta, GATE: tl.constexpr):
+    """The policy term of clipped tokens, their penalty, their loss, and its derivative in their log-probability.
+    ``kl_weight``: loaded, or None."""
+    policy = policy_term(t, clipped.ratio, GATE.score_head)
     derivative = policy.value
-    if SCORE_HEAD == False:  # noqa: E712 (a constexpr)
+    if GATE.score_head == False:  # noqa: E712 (a constexpr)
         derivative = tl.where(clipped.below | clipped.above, 0.0, derivative)
-        if DROP:
+        if GATE.token == DROP:
             derivative = tl.zeros_like(derivative)
-    return derivative
+    derivative = tl.where(t.flows, derivative, 0.0)
+    penalty, loss_t, derivative = with_penalty(
+        t, kl_weight, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient
+    )
+    return policy, penalty, loss_t, derivative
 
 
 @kernel
@@ -147,8 +154,6 @@ def _sweep(
     kl_beta: tl.float32,
     READING: tl.constexpr,
     GATE: tl.constexpr,
-    TILE: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, entropy, score, threshold, token_mask,
@@ -163,23 +168,19 @@ def _sweep(
         whole = start + TILE <= tokens
         token = start + tl.arange(0, TILE)
         loaded = load_tokens(inputs, token, tokens, whole, READING)
-        row, _, inside = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
-        loaded = with_correction(loaded, inputs, rule_bounds, row, rows, token, tokens, whole, READING)
-        t = read_tokens(inputs, loaded, row, rows, inside, READING)
+        row, _, inside = places_of_tile(cu_seqlens, rows, tokens, start)
+        weight = weight_of_tokens(loaded, inputs, rule_bounds, row, rows, token, tokens, whole, READING)
+        t = read_tokens(inputs, loaded, weight, row, rows, inside, READING)
         tl.store(seen + row, tl.full([TILE], 1, tl.uint8), mask=t.valid)
 
         gated = clip_tokens(
             t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
             GATE.token == DROP,
         )  # fmt: skip
-        counts = count_tokens(counts, t, gated.below, gated.above, LANES)
-
-        policy = policy_term(t, gated.ratio, GATE.score_head)
-        derivative = clip_derivative(policy, gated, GATE.token == DROP, GATE.score_head)
-        derivative = tl.where(t.flows, derivative, 0.0)
+        counts = count_tokens(counts, t, gated.below, gated.above)
 
         c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
-        penalty, loss_t, derivative = with_penalty(t, c, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient)
+        policy, penalty, loss_t, derivative = differentiate_clipped(t, gated, c, kl_beta, GATE)
         if grad is not None:
             store(grad, token, tl.where(t.valid, derivative, 0.0), tokens, whole, ALIGNED)
         if token_loss is not None:
@@ -187,10 +188,10 @@ def _sweep(
             store(token_loss, token, tl.where(t.valid, bounded, 0.0), tokens, whole, ALIGNED)
 
         h = None if entropy is None else load(entropy, token, tokens, whole, ALIGNED)
-        total = add_tokens(total, t, policy.loss, penalty, h, LANES, ref_logp is not None)
+        total = add_tokens(total, t, policy.loss, penalty, h, ref_logp is not None)
 
-    bad_offsets = bad_rows(cu_seqlens, tokens, rows, LANES)
-    store_sums(sums, counts, total, bad_offsets, LANES)
+    bad_offsets = bad_rows(cu_seqlens, tokens, rows)
+    store_sums(sums, counts, total, bad_offsets)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -211,7 +212,7 @@ def policy_loss(
         hierarchy.policy_loss(inputs, spec, loss, metrics, grad, token_loss, exchange)
         return loss, metrics, grad, token_loss
 
-    tokens, rows, programs = logp.numel(), inputs.weights.numel(), programs_for(logp.numel(), TILE)
+    tokens, rows, programs = logp.numel(), inputs.weights.numel(), programs_for(logp.numel(), TILE.value)
     sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
     reading = reading_of(inputs, spec)
     seen = torch.zeros(rows, dtype=torch.uint8, device=device)
@@ -220,8 +221,7 @@ def policy_loss(
         _sweep, programs, *up_to(inputs, "high"), inputs.kl_weight, inputs.correction_first, inputs.correction_second,
         rule_bounds_of(spec.correction), seen, sums, grad, token_loss, tokens, rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
-        READING=reading, GATE=gate_of(spec), TILE=TILE, LANES=LANES,
-        maxnreg=LIGHT_REGISTERS if light else MOST_REGISTERS,
+        READING=reading, GATE=gate_of(spec), maxnreg=LIGHT_REGISTERS if light else MOST_REGISTERS,
     )  # fmt: skip
     finalise(sums, seen, loss, metrics, rows)
     return loss, metrics, grad, token_loss

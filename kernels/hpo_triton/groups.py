@@ -20,9 +20,10 @@ from .math import is_finite
 SCANNED = 8192  # the most units that every program reads in full
 UNITS = 16  # units of one program that scans
 OTHERS = 64  # units that it reads together
-TILE_UNITS = 1024  # units of one tile in the sums over all members
-RUNS = 128 if INTERPRETED else 8  # sorted positions of one program, which handles the groups that begin there
-AT_ONCE = 64  # units of a run that a program reads together
+TILE_UNITS = tl.constexpr(1024)  # units of one tile in the sums over all members
+# Sorted positions of one program, which handles the groups that begin there.
+RUNS = tl.constexpr(128 if INTERPRETED else 8)
+AT_ONCE = tl.constexpr(64)  # units of a run that a program reads together
 
 PIVOT, MEMBERS, WEIGHT, SUM, SQUARES, LEAST, GREATEST = (tl.constexpr(field) for field in range(7))
 FIELDS = tl.constexpr(7)
@@ -189,7 +190,7 @@ def sum_absolute(given, order, begin, length, id, group, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def run_of(sorted_ids, units, RUNS: tl.constexpr, WIDTH: tl.constexpr):
+def run_of(sorted_ids, units):
     """The positions of this program ``[RUNS, 1]``, and the length of the run of equal ids that begins there, or 0."""
     begin = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)[:, None]
     id = tl.load(sorted_ids + begin, mask=begin < units, other=-1)
@@ -198,11 +199,11 @@ def run_of(sorted_ids, units, RUNS: tl.constexpr, WIDTH: tl.constexpr):
     length = tl.zeros([RUNS, 1], tl.int64)
     searching = tl.max(continues.to(tl.int32))
     while searching > 0:
-        position = begin + length + tl.arange(0, WIDTH)[None, :]
+        position = begin + length + tl.arange(0, AT_ONCE)[None, :]
         here = continues & (position < units)
         here &= tl.load(sorted_ids + position, mask=here, other=-1) == id
         found = tl.sum(here.to(tl.int64), axis=1, keep_dims=True)
-        continues &= found == WIDTH
+        continues &= found == AT_ONCE
         length += found
         searching = tl.max(continues.to(tl.int32))
     return begin, length
@@ -221,16 +222,15 @@ def _sum_tiles(
     units: tl.int64,
     tiles: tl.int64,
     GROUPINGS: tl.constexpr,
-    TILE: tl.constexpr,
     EXTREMES: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    begin = tl.zeros([1, 1], tl.int64) + program % tiles * TILE
-    length = tl.minimum(units - begin, TILE)
+    begin = tl.zeros([1, 1], tl.int64) + program % tiles * TILE_UNITS
+    length = tl.minimum(units - begin, TILE_UNITS)
     for k in tl.static_range(GROUPINGS):
         if program // tiles == k:
             given = Given(values[k], ids[k], weights[k], mask)
-            group = sum_group(given, None, begin, length, None, TILE, EXTREMES)
+            group = sum_group(given, None, begin, length, None, TILE_UNITS, EXTREMES)
             at = sums + program * FIELDS + tl.zeros([1, 1], tl.int32)
             for field in tl.static_range(FIELDS):
                 tl.store(at + field, group[field])
@@ -241,27 +241,26 @@ def _merge_tiles(
     sums,
     totals,  # [groupings, FIELDS] float64
     tiles: tl.int64,
-    WIDTH: tl.constexpr,
 ):
     """The sum over all tiles of a grouping, relative to the pivot of the first tile with a member."""
     grouping = tl.program_id(0).to(tl.int64)
     sums += grouping * tiles * FIELDS
-    lane = tl.arange(0, WIDTH)[None, :].to(tl.int64)
-    first = tl.zeros([1, WIDTH], tl.int64) + tiles
-    for start in range(0, tiles, WIDTH):
+    lane = tl.arange(0, TILE_UNITS)[None, :].to(tl.int64)
+    first = tl.zeros([1, TILE_UNITS], tl.int64) + tiles
+    for start in range(0, tiles, TILE_UNITS):
         tile = start + lane
         members = tl.load(sums + tile * FIELDS + MEMBERS, mask=tile < tiles, other=0.0)
         first = tl.minimum(first, tl.where(members > 0.0, tile, tiles))
     first = tl.min(first, axis=1, keep_dims=True)
     pivot = tl.load(sums + first * FIELDS + PIVOT, mask=first < tiles, other=0.0)
 
-    members = tl.zeros([1, WIDTH], tl.float64)
-    weight = tl.zeros([1, WIDTH], tl.float64)
-    sum = tl.zeros([1, WIDTH], tl.float64)
-    squares = tl.zeros([1, WIDTH], tl.float64)
-    least = tl.full([1, WIDTH], float("inf"), tl.float64)
-    greatest = tl.full([1, WIDTH], float("-inf"), tl.float64)
-    for start in range(0, tiles, WIDTH):
+    members = tl.zeros([1, TILE_UNITS], tl.float64)
+    weight = tl.zeros([1, TILE_UNITS], tl.float64)
+    sum = tl.zeros([1, TILE_UNITS], tl.float64)
+    squares = tl.zeros([1, TILE_UNITS], tl.float64)
+    least = tl.full([1, TILE_UNITS], float("inf"), tl.float64)
+    greatest = tl.full([1, TILE_UNITS], float("-inf"), tl.float64)
+    for start in range(0, tiles, TILE_UNITS):
         tile = start + lane
         exists = tile < tiles
         at = sums + tile * FIELDS
@@ -303,22 +302,21 @@ def _sum_absolute_tiles(
     totals,
     absolute,  # [tiles] float64
     units: tl.int64,
-    TILE: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    begin = tl.zeros([1, 1], tl.int64) + program * TILE
-    length = tl.minimum(units - begin, TILE)
+    begin = tl.zeros([1, 1], tl.int64) + program * TILE_UNITS
+    length = tl.minimum(units - begin, TILE_UNITS)
     given = Given(values, None, weights, mask)
-    total = sum_absolute(given, None, begin, length, None, load_all_members(totals), TILE)
+    total = sum_absolute(given, None, begin, length, None, load_all_members(totals), TILE_UNITS)
     tl.store(absolute + program + tl.zeros([1, 1], tl.int32), total)
 
 
 @triton.jit
-def add_absolute(absolute, tiles, WIDTH: tl.constexpr):
+def add_absolute(absolute, tiles):
     """The sum over all tiles, ``[1, 1]``."""
-    total = tl.zeros([1, WIDTH], tl.float64)
-    for start in range(0, tiles, WIDTH):
-        tile = start + tl.arange(0, WIDTH)[None, :]
+    total = tl.zeros([1, TILE_UNITS], tl.float64)
+    for start in range(0, tiles, TILE_UNITS):
+        tile = start + tl.arange(0, TILE_UNITS)[None, :]
         total += tl.load(absolute + tile, mask=tile < tiles, other=0.0)
     return tl.sum(total, axis=1, keep_dims=True)
 
@@ -338,21 +336,21 @@ def all_members(groupings: Sequence[Given], extremes: bool = False) -> torch.Ten
     """The sums over all members, whatever their groups, ``[groupings, FIELDS]`` float64: two launches."""
     first, count = groupings[0].x, len(groupings)
     values, ids, weights, masks = zip(*groupings, strict=True)
-    tiles = triton.cdiv(first.numel(), TILE_UNITS)
+    tiles = triton.cdiv(first.numel(), TILE_UNITS.value)
     sums = torch.empty((count, tiles, FIELDS.value), dtype=torch.float64, device=first.device)
     totals = torch.empty((count, FIELDS.value), dtype=torch.float64, device=first.device)
     launch(
         _sum_tiles, count * tiles, sums, values, ids, weights, masks[0], first.numel(), tiles, GROUPINGS=count,
-        TILE=TILE_UNITS, EXTREMES=extremes,
+        EXTREMES=extremes,
     )  # fmt: skip
-    launch(_merge_tiles, count, sums, totals, tiles, WIDTH=TILE_UNITS)
+    launch(_merge_tiles, count, sums, totals, tiles)
     return totals
 
 
 def sum_absolute_tiles(given: Given, totals: torch.Tensor) -> torch.Tensor:
     """The sums of w |x - mean| over all members, by tile ``[tiles]`` float64."""
     units = given.x.numel()
-    tiles = triton.cdiv(units, TILE_UNITS)
+    tiles = triton.cdiv(units, TILE_UNITS.value)
     absolute = torch.empty(tiles, dtype=torch.float64, device=given.x.device)
-    launch(_sum_absolute_tiles, tiles, given.x, given.weights, given.mask, totals, absolute, units, TILE=TILE_UNITS)
+    launch(_sum_absolute_tiles, tiles, given.x, given.weights, given.mask, totals, absolute, units)
     return absolute

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from ..specs import Aggregate, Exchange, Head, LevelSpec, PolicyLossInputs, PolicyLossSpec, Routing, TokenGate
-from .correction_rules import rule_bounds_of, with_correction
+from .correction_rules import rule_bounds_of, weight_of_tokens
 from .fixed_point import exponent_of
 from .flows import THROUGH, deliver_gradient
 from .gated_levels import KINDS, Shape
@@ -30,11 +30,11 @@ from .hierarchy_tokens import differentiate_tokens, gate_tokens, token_bound
 from .launch import REGISTERS, kernel, launch, programs_for
 from .leaves import BROKEN, EXPONENT, Leaves, raise_segments, segment_of, slots_of_leaves
 from .math import clamp
-from .prepare_leaves import Prepared, prepare_leaves
-from .rows import SLOT_TOKENS, SLOTS, load
+from .prepare_leaves import prepare_leaves
+from .rows import SLOTS, load
 from .sums import COLUMNS, LANES, LARGEST, add_tokens, bad_rows, count_tokens, finalise, no_sums, store_sums
-from .terms import Pre, numbers_of, pre_of, term_of
-from .tokens import Reading, bits, load_tokens, read_tokens, reading_of, up_to
+from .terms import numbers_of, pre_of, term_of
+from .tokens import bits, load_tokens, read_tokens, reading_of, up_to
 
 
 @triton.jit
@@ -99,10 +99,7 @@ def _sweep_leaves(
     READING: tl.constexpr,
     SHAPE: tl.constexpr,
     DEPTH: tl.constexpr,
-    SLOT: tl.constexpr,
-    SLOTS: tl.constexpr,
     ALIGN: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, entropy, score, threshold, token_mask,
@@ -115,24 +112,22 @@ def _sweep_leaves(
     counts, total = no_sums(LANES)
     for block in range(program, blocks, tl.num_programs(0).to(tl.int64)):
         slot = block * SLOTS + tl.arange(0, SLOTS)
-        slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, SLOT, ALIGN)
+        slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, ALIGN)
         token = slots.token
         whole = tl.max(token) < tokens
         loaded = load_tokens(inputs, token, tokens, whole, READING)
-        loaded = with_correction(loaded, inputs, rule_bounds, of_row, rows, token, tokens, whole, READING)
-        t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
+        weight = weight_of_tokens(loaded, inputs, rule_bounds, of_row, rows, token, tokens, whole, READING)
+        t = read_tokens(inputs, loaded, weight, of_row, rows, slots.inside, READING)
         some = tl.max(t.valid.to(tl.int32), axis=1, keep_dims=True) > 0
         tl.store(seen + of_row, tl.full([SLOTS, 1], 1, tl.uint8), mask=some)
 
         negative = t.negative
-        own_low = None if low is None else loaded.low
-        own_high = None if high is None else loaded.high
-        lowest = token_bound(own_low, low_positive, low_negative, low_driven, t)
-        highest = token_bound(own_high, high_positive, high_negative, high_driven, t)
+        lowest = token_bound(low, loaded.low, low_positive, low_negative, low_driven, t)
+        highest = token_bound(high, loaded.high, high_positive, high_negative, high_driven, t)
         gated = gate_tokens(t, lowest, highest, gated_levels, leaf, held, pre, numbers, SHAPE)
-        counts = count_tokens(counts, t, gated.below, gated.above, LANES)
+        counts = count_tokens(counts, t, gated.below, gated.above)
 
-        given_weight = None if token_weight is None and READING.rule is None else loaded.token_weight
+        given_weight = None if token_weight is None and READING.rule is None else weight
         policy, penalty, loss_t, derivative = differentiate_tokens(
             t, gated, given_weight, kl_weight, penalty_mask, token, tokens, whole, kl_beta, pre, numbers, SHAPE, ALIGNED
         )
@@ -142,7 +137,7 @@ def _sweep_leaves(
             bounded = clamp(loss_t, -LARGEST, LARGEST).to(tl.float32)
             tl.store(token_loss + token, tl.where(t.valid, bounded, 0.0), mask=slots.inside)
         h = None if entropy is None else load(entropy, token, tokens, whole, ALIGNED)
-        total = add_tokens(total, t, policy.loss, penalty, h, LANES, ref_logp is not None)
+        total = add_tokens(total, t, policy.loss, penalty, h, ref_logp is not None)
 
         # The gradient of every slot in aggregates, by level and channel.
         if SHAPE.carries:
@@ -165,10 +160,10 @@ def _sweep_leaves(
                         some = held & (flow != 0.0)
                         raise_segments(segments, segment, exponent_of(flow), EXPONENT + channel, some)
 
-    bad_offsets = bad_rows(cu_seqlens, tokens, rows, LANES)
+    bad_offsets = bad_rows(cu_seqlens, tokens, rows)
     first = (tl.arange(0, LANES) + program) == 0
     bad_offsets += tl.where(first, tl.load(state + BROKEN).to(tl.float64), 0.0)
-    store_sums(sums, counts, total, bad_offsets, LANES)
+    store_sums(sums, counts, total, bad_offsets)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -184,15 +179,28 @@ def policy_loss(
     exchange: Exchange | None,
 ) -> None:
     """Writes the results of gates.policy_loss, which calls this where ``spec.is_hierarchical``."""
-    seen = torch.empty(inputs.weights.numel(), dtype=torch.uint8, device=inputs.logp.device)
+    tokens, rows, device = inputs.logp.numel(), inputs.weights.numel(), inputs.logp.device
+    seen = torch.empty(rows, dtype=torch.uint8, device=device)
     shape, reading, pre = shape_of(spec, grad is not None), reading_of(inputs, spec), pre_of(spec)
-    prepared = prepare_leaves(inputs, spec, shape, reading, pre, grad, token_loss, seen, exchange)
-    sums, flows = _sweep(inputs, spec, prepared, shape, reading, pre, grad, token_loss, seen)
-    if flows is None:
-        finalise(sums, seen, loss, metrics, inputs.weights.numel())
+    leaves, gated_levels, steps = prepare_leaves(inputs, spec, shape, reading, pre, grad, token_loss, seen, exchange)
+    (depth, count, _), slots = leaves.segments.shape, leaves.owner.numel()
+    flows = torch.empty((slots, depth, 2), dtype=torch.float64, device=device) if shape.carries else None
+    # Sums of floats have an order to keep: where some flow, a token's place in a slot is its place in the leaf.
+    align = 1 if shape.carries else 4
+    bound = {"maxnreg": REGISTERS} if shape.known else {"maxnreg": UNBOUND_REGISTERS} if spec.mean_exp else {}
+    programs = programs_for(slots, SLOTS.value)
+    sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
+    launch(
+        _sweep_leaves, programs, *up_to(inputs, "high"), inputs.target, inputs.penalty_mask, inputs.kl_weight,
+        inputs.correction_first, inputs.correction_second, rule_bounds_of(spec.correction), pre,
+        numbers_of(spec.term), *leaves, gated_levels, steps, flows, seen, sums, grad, token_loss, tokens, rows, count,
+        slots // SLOTS.value, *spec.token_log_low, *spec.token_log_high, bits(spec.low_driven), bits(spec.high_driven),
+        spec.kl_beta, READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth,
+        ALIGN=align, **bound,
+    )  # fmt: skip
+    if flows is None or grad is None:
+        finalise(sums, seen, loss, metrics, rows)
     else:
-        assert grad is not None
-        leaves = prepared.leaves
         deliver_gradient(inputs, leaves, shape, reading, pre, flows, sums, seen, grad, loss, metrics, exchange)
 
 
@@ -233,36 +241,3 @@ def _divisors(levels: tuple[LevelSpec, ...], level: int) -> tuple[bool, ...]:
         level -= 1
         divides[level] = levels[level].aggregate is not Aggregate.SUM
     return tuple(divides)
-
-
-def _sweep(
-    inputs: PolicyLossInputs,
-    spec: PolicyLossSpec,
-    prepared: Prepared,
-    shape: Shape,
-    reading: Reading,
-    pre: Pre | None,
-    grad: torch.Tensor | None,
-    token_loss: torch.Tensor | None,
-    seen: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sums of all programs, and the gradients of slots in aggregates where they are wanted."""
-    leaves = prepared.leaves
-    (depth, count, _), slots, device = leaves.segments.shape, leaves.owner.numel(), inputs.logp.device
-    flows = torch.empty((slots, depth, 2), dtype=torch.float64, device=device) if shape.carries else None
-
-    # Sums of floats have an order to keep: where some flow, a token's place in a slot is its place in the leaf.
-    align = 1 if shape.carries else 4
-    bound = {"maxnreg": REGISTERS} if shape.known else {"maxnreg": UNBOUND_REGISTERS} if spec.mean_exp else {}
-    programs = programs_for(slots, SLOTS)
-    sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
-    launch(
-        _sweep_leaves, programs, *up_to(inputs, "high"), inputs.target, inputs.penalty_mask, inputs.kl_weight,
-        inputs.correction_first, inputs.correction_second, rule_bounds_of(spec.correction), pre,
-        numbers_of(spec.term), *leaves, prepared.gated_levels, prepared.steps, flows, seen, sums, grad, token_loss,
-        inputs.logp.numel(), inputs.weights.numel(), count, slots // SLOTS,
-        *spec.token_log_low, *spec.token_log_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
-        READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth, SLOT=SLOT_TOKENS,
-        SLOTS=SLOTS, ALIGN=align, LANES=LANES, **bound,
-    )  # fmt: skip
-    return sums, flows

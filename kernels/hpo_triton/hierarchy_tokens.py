@@ -41,12 +41,12 @@ def _of_levels(gated_levels, leaf, held, negative, FIELD: tl.constexpr, CHANNEL:
 
 
 @triton.jit
-def token_bound(bound, of_positive, of_negative, driven, t):
-    """In log space, and rounded once, as the bounds of all tokens are. ``bound``: loaded, or None."""
+def token_bound(given, loaded, of_positive, of_negative, driven, t):
+    """In log space, and rounded once, as the bounds of all tokens are. ``given``: the tensor, or None."""
     value = tl.where(t.negative, of_negative, of_positive)
-    if bound is not None:
+    if given is not None:
         own = t.valid & (((driven >> t.negative.to(tl.int64)) & 1) == 1)
-        ratio = tl.where(own, bound, 1.0)
+        ratio = tl.where(own, loaded, 1.0)
         value = tl.where(own, tl.log(ratio.to(tl.float64)).to(tl.float32), value)
     return value
 

@@ -19,7 +19,7 @@ from ..specs import PolicyLossInputs
 from .launch import wait_for_programs
 from .rows import SLOTS, number_of_slots, row_range, slot_owner, tokens_of_slots
 
-LEAVES = 256  # of one block
+LEAVES = tl.constexpr(256)  # of one block
 
 # The first steps of every kernel on leaves.
 CHECK, REPAIR, SUM = (tl.constexpr(step) for step in range(3))
@@ -82,7 +82,7 @@ def _inspect(given, leaf, leaves, rows, tokens, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr):
+def _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH: tl.constexpr):
     """Copies leaves as if they were good, and marks the block where one is not, or not behind the one before it."""
     leaf = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)
     exists = leaf < leaves
@@ -98,7 +98,7 @@ def _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH: tl.c
 
 
 @triton.jit
-def _repair(given, tables, disorder, blocks, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr):
+def _repair(given, tables, disorder, blocks, leaves, rows, tokens, DEPTH: tl.constexpr):
     """One leaf after the other, from the first block in disorder on: there is none in a sound batch."""
     first = (blocks - disorder) * LEAVES
     covered = tl.load(tables.end + first - 1, mask=first > 0, other=0)  # by the good leaves before
@@ -116,17 +116,17 @@ def _repair(given, tables, disorder, blocks, leaves, rows, tokens, DEPTH: tl.con
 
 
 @triton.jit
-def check_leaves(given, tables, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr):
+def check_leaves(given, tables, leaves, rows, tokens, DEPTH: tl.constexpr):
     """The step CHECK. ``given``: begin, end and row of the caller's leaves, or None where rows are the leaves; their
     ancestors, or None where each leaf is a segment; the offsets of the rows. ``tables``: the Leaves."""
     blocks = tl.cdiv(leaves, LEAVES)
     for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0).to(tl.int64)):
-        _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH, LEAVES)
+        _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH)
 
 
 @triton.jit
 def repair_leaves(
-    given, tables, leaves, rows, tokens, DEPTH: tl.constexpr, LEAVES: tl.constexpr, FIRST: tl.constexpr,
+    given, tables, leaves, rows, tokens, DEPTH: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
     """The step REPAIR, which has a barrier behind it only where there is something to repair."""
@@ -136,7 +136,7 @@ def repair_leaves(
     disorder = tl.load(tables.state + DISORDER)
     if disorder > 0:
         if tl.program_id(0) == 0:
-            _repair(given, tables, disorder, tl.cdiv(leaves, LEAVES), leaves, rows, tokens, DEPTH, LEAVES)
+            _repair(given, tables, disorder, tl.cdiv(leaves, LEAVES), leaves, rows, tokens, DEPTH)
         if LAST > REPAIR:
             wait_for_programs(tables.state + REPAIRED, programs)
 
@@ -145,10 +145,10 @@ def repair_leaves(
 
 
 @triton.jit
-def slots_of_leaves(tables, slot, leaves, tokens, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+def slots_of_leaves(tables, slot, leaves, tokens, ALIGN: tl.constexpr):
     """What the slots ``[K]`` hold, and of each ``[K, 1]`` the leaf, its row and whether it has any token."""
     leaf = tl.load(tables.owner + slot)
-    slots = tokens_of_slots(tables.begin, tables.end, leaf, leaves, tokens, slot, SLOT, ALIGN)
+    slots = tokens_of_slots(tables.begin, tables.end, leaf, leaves, tokens, slot, ALIGN)
     held = tl.max(slots.inside.to(tl.int32), axis=1, keep_dims=True) > 0
     return slots, slots.row, tl.load(tables.row + slots.row, mask=held, other=0), held
 
@@ -186,12 +186,12 @@ def raise_segments(segments, segment, value, FIELD: tl.constexpr, some):
 
 
 @triton.jit
-def find_leaves(tables, block, leaves, tokens, SLOT: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr):
+def find_leaves(tables, block, leaves, tokens, ALIGN: tl.constexpr):
     """The tokens of a block of slots, whose leaves are written to ``tables.owner``."""
     slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-    found = slot_owner(tables.begin, leaves, tokens, slot, SLOT)
+    found = slot_owner(tables.begin, leaves, tokens, slot)
     tl.store(tables.owner + slot, found)
-    return tokens_of_slots(tables.begin, tables.end, found, leaves, tokens, slot, SLOT, ALIGN)
+    return tokens_of_slots(tables.begin, tables.end, found, leaves, tokens, slot, ALIGN)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -201,7 +201,7 @@ def copy_leaves(inputs: PolicyLossInputs, depth: int) -> Leaves:
     """Without what CHECK, REPAIR and SUM find; segments and state are 0."""
     tokens, leaves, device = inputs.logp.numel(), inputs.leaves, inputs.logp.device
     begin, end, row = torch.empty((3, leaves), dtype=torch.int64, device=device)
-    slots = triton.cdiv(number_of_slots(leaves, tokens), SLOTS) * SLOTS
+    slots = triton.cdiv(number_of_slots(leaves, tokens), SLOTS.value) * SLOTS.value
     owner = torch.empty(slots, dtype=torch.int64, device=device)
     fields = depth * leaves * FIELDS.value
     table = torch.zeros(fields + STATE.value, dtype=torch.int64, device=device)

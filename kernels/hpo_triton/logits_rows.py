@@ -25,9 +25,9 @@ from .rows import EVICT_NORMALLY, load, store
 # instructions per thread and one barrier, shared by 32 elements. More chunks would cost registers; more warps would
 # make the barrier dearer and leave fewer rows in flight. Steps reach at most 2 % beyond a vocabulary of 32,000.
 NUM_WARPS = 4
-LANES = 1024
-CHUNKS = 2 if INTERPRETED else 4
-BLOCK = 2048  # elements of a step of the backward, which needs no barrier
+LANES = tl.constexpr(1024)
+CHUNKS = tl.constexpr(2 if INTERPRETED else 4)
+BLOCK = tl.constexpr(2048)  # elements of a step of the backward, which needs no barrier
 
 LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -176,7 +176,7 @@ def _added(sums, x, exponent, KEPT: tl.constexpr):
 @triton.jit
 def _step(
     kept, sums, row, start,
-    KEPT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
+    KEPT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     losers = ()
     greatest = kept
@@ -202,7 +202,7 @@ def _total(lanes):
 
 
 @triton.jit
-def _finished(kept, sums, row, logit, is_whole, KEPT: tl.constexpr, LANES: tl.constexpr):
+def _finished(kept, sums, row, logit, is_whole, KEPT: tl.constexpr):
     top = tl.max(kept)
     rest = tl.where(tl.arange(0, LANES) == tl.argmax(kept, 0), float("-inf"), kept)
     origin = tl.max(rest)
@@ -250,7 +250,7 @@ def everything(number):
 @triton.jit
 def row_result(
     row, logit, is_whole,
-    KEPT: tl.constexpr, ALIGNED: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
+    KEPT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """``logit``: the target's."""
     kept = tl.full([LANES], float("-inf"), tl.float32)
@@ -258,10 +258,10 @@ def row_result(
     sums = Sums(tl.full([], LEAST_FLOAT, tl.float32), nothing, nothing, nothing)
     whole = row.columns // (LANES * CHUNKS) * (LANES * CHUNKS)
     for start in range(0, whole, LANES * CHUNKS):
-        kept, sums = _step(kept, sums, row, start, KEPT, True, ALIGNED, LANES, CHUNKS)
+        kept, sums = _step(kept, sums, row, start, KEPT, True, ALIGNED)
     if whole < row.columns:
-        kept, sums = _step(kept, sums, row, whole, KEPT, False, ALIGNED, LANES, CHUNKS)
-    return _finished(kept, sums, row, logit, is_whole, KEPT, LANES)
+        kept, sums = _step(kept, sums, row, whole, KEPT, False, ALIGNED)
+    return _finished(kept, sums, row, logit, is_whole, KEPT)
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
@@ -297,7 +297,7 @@ def gradient_of(exponent, top, others, distance, logit, a, b):
 @triton.jit
 def _step_back(
     row, to, start, top, gradient,
-    WHOLE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr,
+    WHOLE: tl.constexpr, ALIGNED: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
     column = start + tl.arange(0, BLOCK)
     delta = _load(row, column, WHOLE, ALIGNED, EVICTION) - top
@@ -309,23 +309,21 @@ def _step_back(
 @triton.jit
 def write_gradient(
     row, to, top, gradient, target, has_gradient,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY,
+    ALIGNED: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY,
 ):  # fmt: skip
     """``target``: the column of the target, whose logit was read before, with a barrier between: the gradient may take
     the place of the logits."""
     whole = row.columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        _step_back(row, to, start, top, gradient, True, ALIGNED, BLOCK, EVICTION)
+        _step_back(row, to, start, top, gradient, True, ALIGNED, EVICTION)
     if whole < row.columns:
-        _step_back(row, to, whole, top, gradient, False, ALIGNED, BLOCK, EVICTION)
+        _step_back(row, to, whole, top, gradient, False, ALIGNED, EVICTION)
     tl.debug_barrier()
     tl.store(to + target, gradient.target.to(to.dtype.element_ty), mask=has_gradient)
 
 
 @triton.jit
-def fill_gradient(
-    to, columns, number, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY
-):
+def fill_gradient(to, columns, number, ALIGNED: tl.constexpr, EVICTION: tl.constexpr = EVICT_NORMALLY):
     value = tl.full([BLOCK], number, to.dtype.element_ty)
     column = tl.arange(0, BLOCK)
     whole = columns // BLOCK * BLOCK

@@ -13,9 +13,6 @@ import triton.language as tl
 from ..specs import LogitRows
 from .launch import kernel, launch
 from .logits_rows import (
-    BLOCK,
-    CHUNKS,
-    LANES,
     NUM_WARPS,
     Row,
     address_of_row,
@@ -50,8 +47,6 @@ def _forward(
     ignore_index: tl.int64,
     KEPT: tl.constexpr,
     ALIGNED: tl.constexpr,
-    LANES: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + at)
@@ -62,7 +57,7 @@ def _forward(
             floor = None if floors is None else tl.load(floors + at)
             row = Row(address_of_row(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
             logit, _ = load_target(row, target - first)
-            result = row_result(row, logit, columns == vocabulary, KEPT, ALIGNED, LANES, CHUNKS)
+            result = row_result(row, logit, columns == vocabulary, KEPT, ALIGNED)
         else:
             result = everything(float("nan"))
     tl.store(logp + at, result.logp)
@@ -83,8 +78,7 @@ def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tens
     logits, layout = rows.at_two_strides()
     launch(
         _forward, logp.numel(), logits, rows.targets, rows.temperatures, rows.floors, logp, entropy, statistics,
-        *numbers_of(rows, layout), KEPT=kept, ALIGNED=rows_aligned(logits, *layout[1:]), LANES=LANES, CHUNKS=CHUNKS,
-        num_warps=NUM_WARPS,
+        *numbers_of(rows, layout), KEPT=kept, ALIGNED=rows_aligned(logits, *layout[1:]), num_warps=NUM_WARPS,
     )  # fmt: skip
     return logp, entropy, statistics
 
@@ -111,7 +105,6 @@ def _backward(
     grad_outer_stride: tl.int64,
     grad_inner_stride: tl.int64,
     ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + at)
@@ -123,16 +116,16 @@ def _backward(
     distance = b if entropy_gradient is None else tl.load(statistics + 2 * rows + at)
     to = address_of_row(grad, at, inner, grad_outer_stride, grad_inner_stride)
     if (target == ignore_index) | ((a == 0.0) & (b == 0.0) & (top == top)):
-        fill_gradient(to, columns, 0.0, ALIGNED, BLOCK)
+        fill_gradient(to, columns, 0.0, ALIGNED)
     elif (top != top) | (is_defined(target, vocabulary, exponent) == False):  # noqa: E712
-        fill_gradient(to, columns, float("nan"), ALIGNED, BLOCK)
+        fill_gradient(to, columns, float("nan"), ALIGNED)
     else:
         floor = None if floors is None else tl.load(floors + at)
         row = Row(address_of_row(logits, at, inner, outer_stride, inner_stride), columns, floor, exponent)
         logit, has_gradient = load_target(row, target - first)
         tl.debug_barrier()  # in place, another warp may write the gradient of this logit before all have read it
         gradient = gradient_of(exponent, top, others, distance, logit, a.to(tl.float64), b.to(tl.float64))
-        write_gradient(row, to, top, gradient, target - first, has_gradient, ALIGNED, BLOCK)
+        write_gradient(row, to, top, gradient, target - first, has_gradient, ALIGNED)
 
 
 def token_logprobs_backward(
@@ -150,7 +143,7 @@ def token_logprobs_backward(
     launch(
         _backward, rows.targets.numel(), logits, rows.targets, rows.temperatures, rows.floors, statistics,
         logp_gradient, entropy_gradient, grad, *numbers_of(rows, layout), *strides,
-        ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(grad, *strides), BLOCK=BLOCK, num_warps=NUM_WARPS,
+        ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(grad, *strides), num_warps=NUM_WARPS,
     )  # fmt: skip
     return grad
 

@@ -14,14 +14,11 @@ import triton
 import triton.language as tl
 
 from ..specs import LogitRows, PolicyLossInputs, PolicyLossSpec
-from .gates import DROP, clip_derivative, clip_tokens, gate_of, influential
+from .gates import DROP, clip_tokens, differentiate_clipped, gate_of, influential
 from .hierarchy import shape_of
 from .hierarchy_tokens import differentiate_tokens, gate_tokens, token_bound
 from .launch import REGISTERS, kernel, launch, processors_and_cache
 from .logits_rows import (
-    BLOCK,
-    CHUNKS,
-    LANES,
     NUM_WARPS,
     Row,
     address_of_row,
@@ -36,7 +33,6 @@ from .logits_rows import (
 )
 from .logprobs import numbers_of, rows_aligned
 from .rows import load, places_of_few
-from .sums import policy_term, with_penalty
 from .terms import numbers_of as numbers_of_term
 from .terms import pre_of
 from .tokens import bits, load_constants, read_tokens, reading_of
@@ -53,26 +49,21 @@ def _token_gradient(
     """d loss / d logp of the tokens ``[1]``, as the sweeps of policy_loss compute it."""
     loaded = load_constants(inputs, logp, token, tokens, False, READING)
     row, _, inside = places_of_few(inputs.cu_seqlens, rows, tokens, token)
-    t = read_tokens(inputs, loaded, row, rows, inside, READING)
+    t = read_tokens(inputs, loaded, loaded.token_weight, row, rows, inside, READING)
     if SHAPE is None:
         clipped = clip_tokens(
             t, inputs, loaded, low_positive, low_negative, high_positive, high_negative, low_driven, high_driven,
             GATE.token == DROP,
         )  # fmt: skip
-        policy = policy_term(t, clipped.ratio, GATE.score_head)
-        derivative = clip_derivative(policy, clipped, GATE.token == DROP, GATE.score_head)
-        derivative = tl.where(t.flows, derivative, 0.0)
         c = None if inputs.kl_weight is None else load(inputs.kl_weight, token, tokens, False, False)
-        _, _, derivative = with_penalty(t, c, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient)
+        _, _, _, derivative = differentiate_clipped(t, clipped, c, kl_beta, GATE)
     else:
-        own_low = None if inputs.low is None else loaded.low
-        own_high = None if inputs.high is None else loaded.high
-        lowest = token_bound(own_low, low_positive, low_negative, low_driven, t)
-        highest = token_bound(own_high, high_positive, high_negative, high_driven, t)
+        lowest = token_bound(inputs.low, loaded.low, low_positive, low_negative, low_driven, t)
+        highest = token_bound(inputs.high, loaded.high, high_positive, high_negative, high_driven, t)
+        weight = None if inputs.token_weight is None else loaded.token_weight
         gated = gate_tokens(t, lowest, highest, None, row, inside, pre, numbers, SHAPE)
-        given_weight = None if inputs.token_weight is None else loaded.token_weight
         _, _, _, derivative = differentiate_tokens(
-            t, gated, given_weight, inputs.kl_weight, inputs.penalty_mask, token, tokens, False, kl_beta, pre, numbers,
+            t, gated, weight, inputs.kl_weight, inputs.penalty_mask, token, tokens, False, kl_beta, pre, numbers,
             SHAPE, False,
         )  # fmt: skip
     return tl.where(t.valid, derivative, 0.0)
@@ -126,9 +117,6 @@ def _differentiate_loss(
     GATE: tl.constexpr,
     SHAPE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    LANES: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     inputs = PolicyLossInputs(
         None, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, None, score, threshold, token_mask,
@@ -145,13 +133,13 @@ def _differentiate_loss(
         if id == ignore_index:
             tl.store(logp + place, 0.0)
             tl.store(entropy + place, 0.0)
-            fill_gradient(to, length, 0.0, ALIGNED, BLOCK, EVICT_FIRST)
+            fill_gradient(to, length, 0.0, ALIGNED, EVICT_FIRST)
         else:
             row = Row(address_of_row(logits, at, inner, outer_stride, inner_stride), length, None, exponent)
             result = everything(float("nan"))
             logit, has_gradient = load_target(row, id - first)
             if is_defined(id, vocabulary, exponent):
-                result = row_result(row, logit, True, 3, ALIGNED, LANES, CHUNKS)
+                result = row_result(row, logit, True, 3, ALIGNED)
             tl.store(logp + place, result.logp)
             tl.store(entropy + place, result.entropy)
             of_logp = tl.sum(_token_gradient(
@@ -160,9 +148,9 @@ def _differentiate_loss(
                 READING, GATE, SHAPE,
             ))  # fmt: skip
             if result.top != result.top:
-                fill_gradient(to, length, float("nan"), ALIGNED, BLOCK, EVICT_FIRST)
+                fill_gradient(to, length, float("nan"), ALIGNED, EVICT_FIRST)
             elif of_logp == 0.0:
-                fill_gradient(to, length, 0.0, ALIGNED, BLOCK, EVICT_FIRST)
+                fill_gradient(to, length, 0.0, ALIGNED, EVICT_FIRST)
             else:
                 tl.debug_barrier()  # in place, another warp may write the gradient of a logit before all have read it
                 none = tl.zeros([], tl.float32)  # of the entropy
@@ -170,7 +158,7 @@ def _differentiate_loss(
                     exponent, result.top, result.others, none, logit, of_logp.to(tl.float64), none.to(tl.float64)
                 )
                 write_gradient(
-                    row, to, result.top, gradient, id - first, has_gradient, ALIGNED, BLOCK, EVICT_FIRST
+                    row, to, result.top, gradient, id - first, has_gradient, ALIGNED, EVICT_FIRST
                 )  # fmt: skip
 
 
@@ -196,8 +184,8 @@ def loss_from_logits(
         *strides, inputs.weights.numel(), *low, *high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading_of(inputs, spec)._replace(aligned=False), GATE=None if of_term else gate_of(spec),
         SHAPE=shape_of(spec, True) if of_term else None,
-        ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(into, *strides), LANES=LANES, CHUNKS=CHUNKS,
-        BLOCK=BLOCK, num_warps=NUM_WARPS, maxnreg=REGISTERS,
+        ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(into, *strides),
+        num_warps=NUM_WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
     return logp, entropy
 

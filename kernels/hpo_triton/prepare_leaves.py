@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from ..specs import Aggregate, Exchange, LevelKind, LevelSpec, PolicyLossInputs, PolicyLossSpec, Unit
-from .correction_rules import rule_bounds_of, with_correction
+from .correction_rules import rule_bounds_of, weight_of_tokens
 from .fixed_point import exponent_of, to_fixed
 from .flows import FLOWS, add_flows
-from .gated_levels import GATED_FIELDS, KINDS, LOG_MEAN_EXP, Shape, add_children, gate_leaves, of_levels
+from .gated_levels import GATED, GATED_FIELDS, KINDS, LOG_MEAN_EXP, Shape, add_children, gate_leaves, of_levels
 from .launch import REGISTERS, kernel, launch_steps, wait_for_programs
 from .leaves import (
     CHECK,
@@ -41,11 +41,10 @@ from .leaves import (
     repair_leaves,
     segment_of,
 )
-from .rows import SLOT_TOKENS, SLOTS
+from .rows import SLOT, SLOTS
 from .terms import Pre, entering, mean_exp_part
 from .tokens import Reading, load_tokens, read_tokens, up_to
 
-GATED = 64  # leaves of one block
 MOST_LEVELS = 4
 COEFFICIENTS = tl.constexpr(SUM.value + 1)
 GATE = tl.constexpr(SUM.value + MOST_LEVELS)
@@ -55,8 +54,7 @@ BALANCED = tl.constexpr(int(Aggregate.BALANCED))
 @triton.jit
 def _sum_block(
     inputs, rule_bounds, tables, coefficients, grad, token_loss, seen, pre, block, blocks, tokens, rows, leaves,
-    READING: tl.constexpr, AGGREGATES: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, SLOT: tl.constexpr,
-    SLOTS: tl.constexpr, ALIGN: tl.constexpr,
+    READING: tl.constexpr, AGGREGATES: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     token = block * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
     if grad is not None:
@@ -67,13 +65,14 @@ def _sum_block(
         each = first + tl.arange(0, SLOTS * SLOT)
         tl.store(seen + each, tl.zeros([SLOTS * SLOT], tl.uint8), mask=each < rows)
 
-    slots = find_leaves(tables, block, leaves, tokens, SLOT, SLOTS, ALIGN)
+    slots = find_leaves(tables, block, leaves, tokens, ALIGN)
     whole = tl.max(slots.token) < tokens
     loaded = load_tokens(inputs, slots.token, tokens, whole, READING)
     of_row = tl.load(tables.row + slots.row, mask=slots.row < leaves, other=0)
+    weight = loaded.token_weight
     if coefficients is not None:
-        loaded = with_correction(loaded, inputs, rule_bounds, of_row, rows, slots.token, tokens, whole, READING)
-    t = read_tokens(inputs, loaded, of_row, rows, slots.inside, READING)
+        weight = weight_of_tokens(loaded, inputs, rule_bounds, of_row, rows, slots.token, tokens, whole, READING)
+    t = read_tokens(inputs, loaded, weight, of_row, rows, slots.inside, READING)
     x = entering(t.x, t.negative, pre)
     if DEPTH > 0 and AGGREGATES[0] == LOG_MEAN_EXP:
         x = mean_exp_part(x, SPLIT)
@@ -149,12 +148,7 @@ def _prepare_leaves(
     READING: tl.constexpr,
     SHAPE: tl.constexpr,
     DEPTH: tl.constexpr,
-    LEAVES: tl.constexpr,
-    SLOT: tl.constexpr,
-    SLOTS: tl.constexpr,
     ALIGN: tl.constexpr,
-    GATED: tl.constexpr,
-    FLOWS: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
@@ -180,35 +174,33 @@ def _prepare_leaves(
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP == CHECK:
-            check_leaves(given, tables, leaves, rows, tokens, DEPTH, LEAVES)
+            check_leaves(given, tables, leaves, rows, tokens, DEPTH)
         elif STEP == REPAIR:
-            repair_leaves(given, tables, leaves, rows, tokens, DEPTH, LEAVES, FIRST, LAST)
+            repair_leaves(given, tables, leaves, rows, tokens, DEPTH, FIRST, LAST)
         elif STEP == SUM:
             blocks = slots // SLOTS
             for block in range(program, blocks, programs):
                 _sum_block(
                     inputs, rule_bounds, tables, coefficients, grad, token_loss, seen, pre, block, blocks, tokens,
-                    rows, leaves, READING, AGGREGATES, DEPTH, SPLIT, SLOT, SLOTS, ALIGN,
+                    rows, leaves, READING, AGGREGATES, DEPTH, SPLIT, ALIGN,
                 )  # fmt: skip
         elif STEP == GATE:
             if STEP > FIRST:
                 wait_for_programs(state + STEP, programs)
             for block in range(program, tl.cdiv(leaves, GATED), programs):
-                gate_leaves(tables, gated_levels, steps, block, leaves, lows, highs, slopes, SHAPE, DEPTH, GATED)
+                gate_leaves(tables, gated_levels, steps, block, leaves, lows, highs, slopes, SHAPE, DEPTH)
         elif SHAPE.known:
             if STEP == COEFFICIENTS:
                 if STEP > FIRST:
                     wait_for_programs(state + STEP, programs)
                 for block in range(program, tl.cdiv(slots, FLOWS), programs):
-                    add_flows(coefficients, tables, block, leaves, slots, ROUTINGS, DEPTH, 2, FLOWS)
+                    add_flows(coefficients, tables, block, leaves, slots, ROUTINGS, DEPTH, 2)
         elif STEP - SUM < DEPTH:  # noqa: SIM102 (the levels of SHAPE end there)
             if SHAPE.aggregates[STEP - SUM] == BALANCED:
                 if STEP > FIRST:
                     wait_for_programs(state + STEP, programs)
                 for block in range(program, tl.cdiv(leaves, GATED), programs):
-                    add_children(
-                        tables, block, leaves, STEP - SUM, SHAPE.aggregates[STEP - SUM - 1], SHAPE.channels, GATED
-                    )
+                    add_children(tables, block, leaves, STEP - SUM, SHAPE.aggregates[STEP - SUM - 1], SHAPE.channels)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
@@ -241,8 +233,8 @@ def prepare_leaves(
     spare = [LevelSpec(Unit.TRAJECTORY, LevelKind.IDENTITY)] * (MOST_LEVELS - depth)
     numbers = [number for level in (*spec.levels, *spare) for number in (*level.low, *level.high, level.slope)]
 
-    gated, registers = triton.cdiv(count, GATED), 64 if depth <= 2 else 80  # with fewer the assembler spills
-    summed = {CHECK.value: triton.cdiv(count, LEAVES), REPAIR.value: 1, SUM.value: slots // SLOTS}
+    gated, registers = triton.cdiv(count, GATED.value), 64 if depth <= 2 else 80  # with fewer the assembler spills
+    summed = {CHECK.value: triton.cdiv(count, LEAVES.value), REPAIR.value: 1, SUM.value: slots // SLOTS.value}
     balanced = [level for level in range(depth) if shape.aggregates[level] == Aggregate.BALANCED]
     summed |= {SUM.value + level: gated for level in balanced}
     parts = [{GATE.value: gated}] if depth > 0 else []
@@ -251,7 +243,7 @@ def prepare_leaves(
     align, coefficients, tensors, rule_bounds = 4, None, (None,) * 6, None
     if shape.known:
         coefficients = torch.empty((slots, 2), dtype=torch.float64, device=device)
-        parts.insert(0, {COEFFICIENTS.value: triton.cdiv(slots, FLOWS)})
+        parts.insert(0, {COEFFICIENTS.value: triton.cdiv(slots, FLOWS.value)})
         tensors = (
             inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight, inputs.correction_first,
             inputs.correction_second,
@@ -267,8 +259,7 @@ def prepare_leaves(
             _prepare_leaves, stage, registers, *up_to(inputs, "ref_logp"), *tensors, rule_bounds, inputs.leaf_begin,
             inputs.leaf_end, inputs.leaf_row, *leaves, coefficients, gated_levels, steps, grad, token_loss, seen, pre,
             inputs.logp.numel(), inputs.weights.numel(), count, slots, *numbers, READING=reading,
-            SHAPE=of_levels(shape), DEPTH=depth, LEAVES=LEAVES, SLOT=SLOT_TOKENS, SLOTS=SLOTS, ALIGN=align,
-            GATED=GATED, FLOWS=FLOWS,
+            SHAPE=of_levels(shape), DEPTH=depth, ALIGN=align,
         )  # fmt: skip
         if exchange is not None and SUM.value in stage:
             exchange.sums(leaves.fields(VALID, 3))

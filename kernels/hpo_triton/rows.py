@@ -15,9 +15,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-TILE = 1024
-SLOT_TOKENS = 64
-SLOTS = 16  # slots of one program
+TILE = tl.constexpr(1024)
+SLOT = tl.constexpr(64)  # tokens
+SLOTS = tl.constexpr(16)  # of one program
 
 # ------------------------------------------------------------------------------------------------------------- tokens
 
@@ -113,10 +113,10 @@ def _places(cu_seqlens, row, rows, tokens, token):
 
 
 @triton.jit
-def _last_row(cu_seqlens, rows, tokens, keys, SLOT: tl.constexpr, WIDTH: tl.constexpr):
+def _last_row(cu_seqlens, rows, tokens, keys, BY_SLOT: tl.constexpr, WIDTH: tl.constexpr):
     """For each of a few keys ``[K]`` the last row that begins at or before it, 0 if there is none.
 
-    A row begins at its offset or, with SLOT > 0, at its first slot. WIDTH rows are probed together, so a million rows
+    A row begins at its offset or, BY_SLOT, at its first slot. WIDTH rows are probed together, so a million rows
     cost two or three dependent reads where a binary search has twenty.
     """
     low = tl.zeros_like(keys)
@@ -125,7 +125,7 @@ def _last_row(cu_seqlens, rows, tokens, keys, SLOT: tl.constexpr, WIDTH: tl.cons
         step = tl.cdiv(span, WIDTH)
         row = low[:, None] + tl.arange(0, WIDTH)[None, :] * step
         begin = tl.load(cu_seqlens + row, mask=row < rows, other=0)
-        if SLOT > 0:
+        if BY_SLOT:
             begin = row + tl.minimum(tl.maximum(begin, 0), tokens) // SLOT
         hits = tl.sum(((begin <= keys[:, None]) & (row < rows)).to(tl.int32), axis=1)
         low += tl.maximum(hits - 1, 0) * step
@@ -136,13 +136,13 @@ def _last_row(cu_seqlens, rows, tokens, keys, SLOT: tl.constexpr, WIDTH: tl.cons
 @triton.jit
 def places_of_few(cu_seqlens, rows, tokens, token):
     """The places of a few tokens ``[K]``, in no order."""
-    return _places(cu_seqlens, _last_row(cu_seqlens, rows, tokens, token, 0, 64), rows, tokens, token)
+    return _places(cu_seqlens, _last_row(cu_seqlens, rows, tokens, token, False, 64), rows, tokens, token)
 
 
 @triton.jit
-def places_of_tile(cu_seqlens, rows, tokens, start, TILE: tl.constexpr):
+def places_of_tile(cu_seqlens, rows, tokens, start):
     """The places of the tokens ``start + [0, TILE)``."""
-    borders = _last_row(cu_seqlens, rows, tokens, start + tl.arange(0, 2) * (TILE - 1), 0, TILE // 2)
+    borders = _last_row(cu_seqlens, rows, tokens, start + tl.arange(0, 2) * (TILE - 1), False, TILE // 2)
     first, last = tl.min(borders), tl.max(borders)
     low = tl.zeros([TILE], tl.int64) + first
     high = tl.zeros([TILE], tl.int64) + last
@@ -170,23 +170,23 @@ class Slots(NamedTuple):
 
 
 def number_of_slots(rows: int, tokens: int) -> int:
-    return rows + tokens // SLOT_TOKENS + 1
+    return rows + tokens // SLOT.value + 1
 
 
 @triton.jit
-def slot_count(range, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+def slot_count(range, ALIGN: tl.constexpr):
     """The number of slots that hold a row."""
     return tl.where(range.end > range.begin, tl.cdiv(range.end - range.begin // ALIGN * ALIGN, SLOT), 0)
 
 
 @triton.jit
-def slot_owner(begins, rows, tokens, slot, SLOT: tl.constexpr):
+def slot_owner(begins, rows, tokens, slot):
     """The row of each slot ``[K]``, if it has one."""
-    return _last_row(begins, rows, tokens, slot, SLOT, 64)
+    return _last_row(begins, rows, tokens, slot, True, 64)
 
 
 @triton.jit
-def tokens_of_slots(begins, ends, row, rows, tokens, slot, SLOT: tl.constexpr, ALIGN: tl.constexpr):
+def tokens_of_slots(begins, ends, row, rows, tokens, slot, ALIGN: tl.constexpr):
     """The tokens of the slots ``[K]`` of the rows ``[begins, ends)``, which do not overlap.
 
     With ALIGN = 4 each slot begins at a multiple of four tokens, so the first slot of a row may begin before the row.
@@ -194,7 +194,7 @@ def tokens_of_slots(begins, ends, row, rows, tokens, slot, SLOT: tl.constexpr, A
     """
     range = _range(begins, ends, row, rows, tokens)
     index = slot - (row + range.begin // SLOT)
-    held = (index >= 0) & (index < slot_count(range, SLOT, ALIGN))  # the others are spare
+    held = (index >= 0) & (index < slot_count(range, ALIGN))  # the others are spare
     start = tl.where(held, range.begin // ALIGN * ALIGN + index * SLOT, 0)
     token = start[:, None] + tl.arange(0, SLOT)[None, :]
     inside = (token >= range.begin[:, None]) & (token < range.end[:, None]) & held[:, None]
@@ -202,6 +202,6 @@ def tokens_of_slots(begins, ends, row, rows, tokens, slot, SLOT: tl.constexpr, A
 
 
 @triton.jit
-def slot_tokens(cu_seqlens, rows, tokens, slot, SLOT: tl.constexpr):
-    row = slot_owner(cu_seqlens, rows, tokens, slot, SLOT)
-    return tokens_of_slots(cu_seqlens, cu_seqlens + 1, row, rows, tokens, slot, SLOT, 1)
+def slot_tokens(cu_seqlens, rows, tokens, slot):
+    row = slot_owner(cu_seqlens, rows, tokens, slot)
+    return tokens_of_slots(cu_seqlens, cu_seqlens + 1, row, rows, tokens, slot, 1)

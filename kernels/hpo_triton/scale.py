@@ -11,11 +11,11 @@ import triton.language as tl
 
 from .launch import INTERPRETED, kernel, launch, programs_for
 
-BLOCK = 1 << 16 if INTERPRETED else 2048
+BLOCK = tl.constexpr(1 << 16 if INTERPRETED else 2048)
 
 
 @kernel
-def _scale(values, factor, count: tl.int64, BLOCK: tl.constexpr):
+def _scale(values, factor, count: tl.int64):
     by = tl.load(factor)
     if by != 1.0:
         first = tl.program_id(0).to(tl.int64) * BLOCK
@@ -27,5 +27,5 @@ def _scale(values, factor, count: tl.int64, BLOCK: tl.constexpr):
 
 def scale(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Contiguous ``values`` of a float type, times a float32 number on their device."""
-    launch(_scale, programs_for(values.numel(), BLOCK), values, factor, values.numel(), BLOCK=BLOCK)
+    launch(_scale, programs_for(values.numel(), BLOCK.value), values, factor, values.numel())
     return values

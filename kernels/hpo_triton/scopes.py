@@ -15,7 +15,8 @@ from .launch import INTERPRETED, REGISTERS, kernel, launch
 from .math import is_finite
 from .rows import row_range
 
-STEP = 256 if INTERPRETED else 1024  # tokens; segments are short, and the interpreter's histogram takes them one by one
+# Tokens of one step. Segments are short, and the interpreter's histogram takes them one by one.
+STEP = tl.constexpr(256 if INTERPRETED else 1024)
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def _segment(offsets, order, place, segments, tokens):
 
 
 @triton.jit
-def _load_step(values, mask, start, end, STEP: tl.constexpr):
+def _load_step(values, mask, start, end):
     """Tokens of a segment, whether each is valid, and their values, -inf where it is not."""
     token = start + tl.arange(0, STEP)
     valid = token < end
@@ -45,16 +46,15 @@ def _load_step(values, mask, start, end, STEP: tl.constexpr):
 
 @triton.jit
 def _count_digit(
-    values, mask, offsets, order, first, end, segments, tokens, prefix, SHIFT: tl.constexpr, BITS: tl.constexpr,
-    STEP: tl.constexpr,
-):  # fmt: skip
+    values, mask, offsets, order, first, end, segments, tokens, prefix, SHIFT: tl.constexpr, BITS: tl.constexpr
+):
     """Counts ``[BINS]`` of one digit of the keys that continue ``prefix``, and the number of errors."""
     histogram = tl.zeros([BINS], tl.int32)
     errors = tl.zeros([STEP], tl.int64)
     for place in range(first, end):
         segment = _segment(offsets, order, place, segments, tokens)
         for start in range(segment.begin, segment.end, STEP):
-            _, _, x = _load_step(values, mask, start, segment.end, STEP)
+            _, _, x = _load_step(values, mask, start, segment.end)
             key = order_key(x + 0.0)
             finite = is_finite(x)
             counted = finite
@@ -82,13 +82,10 @@ def _scan_scopes(
     denominator: tl.int64,
     digits: tl.int64,
     RULE: tl.constexpr,
-    STEP: tl.constexpr,
 ):
     scope = tl.program_id(0).to(tl.int64)
     first, end = _places(order, begin, scope)
-    histogram, errors = _count_digit(
-        values, mask, offsets, order, first, end, segments, tokens, 0, 21, 11, STEP
-    )  # fmt: skip
+    histogram, errors = _count_digit(values, mask, offsets, order, first, end, segments, tokens, 0, 21, 11)
     n = tl.sum(histogram)
     if k is None:
         wanted = tl.minimum(n, 1)
@@ -97,14 +94,10 @@ def _scan_scopes(
         wanted = tl.maximum(tl.minimum(tl.load(k + scope), n), 0)
         rank = n - wanted
     prefix, rank = digit_of(histogram, rank)
-    histogram, _ = _count_digit(
-        values, mask, offsets, order, first, end, segments, tokens, prefix, 10, 11, STEP
-    )  # fmt: skip
+    histogram, _ = _count_digit(values, mask, offsets, order, first, end, segments, tokens, prefix, 10, 11)
     digit, rank = digit_of(histogram, rank)
     prefix = (prefix << 11) | digit
-    histogram, _ = _count_digit(
-        values, mask, offsets, order, first, end, segments, tokens, prefix, 0, 10, STEP
-    )  # fmt: skip
+    histogram, _ = _count_digit(values, mask, offsets, order, first, end, segments, tokens, prefix, 0, 10)
     digit, rank = digit_of(histogram, rank)
     least = (prefix << 10) | digit
     if k is None:
@@ -117,7 +110,7 @@ def _scan_scopes(
         for place in range(first, end):
             segment = _segment(offsets, order, place, segments, tokens)
             for start in range(segment.begin, segment.end, STEP):
-                token, valid, x = _load_step(values, mask, start, segment.end, STEP)
+                token, valid, x = _load_step(values, mask, start, segment.end)
                 key = order_key(x + 0.0)
                 ties = key == least
                 before = tl.cumsum(ties.to(tl.int64), 0) - ties.to(tl.int64)
@@ -160,6 +153,5 @@ def _scan(
     tokens = values.numel()
     launch(
         _scan_scopes, scopes.number, values, mask, *scopes, k, thresholds, counts, selected, tokens,
-        scopes.offsets.numel() - 1, *quantile, tokens.bit_length(), RULE=int(rule), STEP=STEP,
-        maxnreg=REGISTERS,
+        scopes.offsets.numel() - 1, *quantile, tokens.bit_length(), RULE=int(rule), maxnreg=REGISTERS,
     )  # fmt: skip

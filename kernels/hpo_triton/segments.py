@@ -22,12 +22,13 @@ from .groups import (
 )
 from .launch import INTERPRETED, REGISTERS, kernel, launch
 from .math import LARGEST_DOUBLE, clamp
-from .rows import SLOT_TOKENS, SLOTS, number_of_slots, row_range, slot_tokens
+from .rows import SLOT, SLOTS, number_of_slots, row_range, slot_tokens
 
-ROWS = 1024  # rows of one program
-MASKED_TOKENS = 512  # tokens of a row whose mask a program reads at once
+ROWS = tl.constexpr(1024)  # rows of one program
+MASKED_TOKENS = tl.constexpr(512)  # tokens of a row whose mask a program reads at once
 # Rows of one program that scans, and units of each that it scans at once; the interpreter scans units one by one.
-SCANNED_ROWS, CHUNK = (1, 16) if INTERPRETED else (4, 256)
+SCANNED_ROWS = tl.constexpr(1 if INTERPRETED else 4)
+CHUNK = tl.constexpr(16 if INTERPRETED else 256)
 
 # --------------------------------------------------------------------------------------------------------- row_counts
 
@@ -39,7 +40,6 @@ def _begin_counts(
     broken,  # [programs] int32: whether this program has a broken row
     tokens: tl.int64,
     rows: tl.int64,
-    ROWS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row = program * ROWS + tl.arange(0, ROWS)
@@ -66,8 +66,6 @@ def _count_rows(
     tokens: tl.int64,
     rows: tl.int64,
     leaves: tl.int64,
-    SLOT: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     any_broken = tl.zeros([SLOT], tl.int32)
@@ -83,7 +81,7 @@ def _count_rows(
             valid &= tl.load(mask + token, mask=valid, other=False)
         tl.atomic_add(counts + owner, tl.full([SLOTS * SLOT], 1, tl.int64), mask=valid, sem="relaxed")
     else:
-        slots = slot_tokens(cu_seqlens, rows, tokens, program * SLOTS + tl.arange(0, SLOTS), SLOT)
+        slots = slot_tokens(cu_seqlens, rows, tokens, program * SLOTS + tl.arange(0, SLOTS))
         inside = slots.inside
         if mask is not None:
             inside &= tl.load(mask + slots.token, mask=inside, other=False)
@@ -94,14 +92,13 @@ def _count_rows(
 def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
     """Valid tokens of each row ``[S]`` int64."""
     rows, device = cu_seqlens.numel() - 1, cu_seqlens.device
-    leaves = triton.cdiv(rows, ROWS)
+    leaves = triton.cdiv(rows, ROWS.value)
     counts = torch.empty(rows, dtype=torch.int64, device=device)
     broken = torch.empty(leaves, dtype=torch.int32, device=device)
     programs = triton.cdiv(number_of_slots(rows, total_tokens), SLOTS)
-    launch(_begin_counts, leaves, cu_seqlens, counts, broken, total_tokens, rows, ROWS=ROWS)
+    launch(_begin_counts, leaves, cu_seqlens, counts, broken, total_tokens, rows)
     launch(
         _count_rows, programs, cu_seqlens, mask, broken, counts, total_tokens, rows, leaves,
-        SLOT=SLOT_TOKENS, SLOTS=SLOTS,
     )  # fmt: skip
     return counts
 
@@ -116,7 +113,6 @@ def _find_spans(
     spans,  # [2 S + 2] int64
     tokens: tl.int64,
     rows: tl.int64,
-    TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # behind the last row: the program of both ends
     if row < rows:
@@ -124,16 +120,16 @@ def _find_spans(
         begin, end = range_.end, range_.begin
         tile = range_.begin
         while tile < begin:  # up to the first valid token
-            token = tile + tl.arange(0, TILE)
+            token = tile + tl.arange(0, MASKED_TOKENS)
             valid = tl.load(mask + token, mask=token < range_.end, other=False)
             begin = tl.min(tl.where(valid, token, begin))
-            tile += TILE
-        tile = range_.end - TILE
-        while tile + TILE > tl.maximum(end, begin):  # down to the last, if there is one
-            token = tile + tl.arange(0, TILE)
+            tile += MASKED_TOKENS
+        tile = range_.end - MASKED_TOKENS
+        while tile + MASKED_TOKENS > tl.maximum(end, begin):  # down to the last, if there is one
+            token = tile + tl.arange(0, MASKED_TOKENS)
             valid = tl.load(mask + token, mask=token >= begin, other=False)
             end = tl.maximum(end, tl.max(tl.where(valid, token + 1, 0)))
-            tile -= TILE
+            tile -= MASKED_TOKENS
         is_empty = begin == range_.end
         begin, end = tl.where(is_empty, range_.begin, begin), tl.where(is_empty, range_.begin, end)
         tl.store(spans + 2 * row + 1, tl.where(range_.bad, tokens + 1, begin))
@@ -147,7 +143,7 @@ def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -
     """The first offset, the span of each row's valid tokens, and the last offset, ``[2 S + 2]`` int64."""
     rows = cu_seqlens.numel() - 1
     spans = cu_seqlens.new_empty(2 * rows + 2)
-    launch(_find_spans, rows + 1, cu_seqlens, mask, spans, total_tokens, rows, TILE=MASKED_TOKENS)
+    launch(_find_spans, rows + 1, cu_seqlens, mask, spans, total_tokens, rows)
     return spans
 
 
@@ -185,20 +181,18 @@ def _statistics_of_few(
 
 
 @kernel
-def _statistics_of_runs(
-    statistics, values, ids, weights, mask, sorted_ids, order, units: tl.int64, RUNS: tl.constexpr, WIDTH: tl.constexpr
-):
-    begin, length = run_of(sorted_ids, units, RUNS, WIDTH)
-    group = sum_group(Given(values, ids, weights, mask), order, begin, length, None, WIDTH, True)
-    for start in range(0, tl.max(length), WIDTH):
-        position = begin + start + tl.arange(0, WIDTH)[None, :]
+def _statistics_of_runs(statistics, values, ids, weights, mask, sorted_ids, order, units: tl.int64):
+    begin, length = run_of(sorted_ids, units)
+    group = sum_group(Given(values, ids, weights, mask), order, begin, length, None, AT_ONCE, True)
+    for start in range(0, tl.max(length), AT_ONCE):
+        position = begin + start + tl.arange(0, AT_ONCE)[None, :]
         here = position < begin + length
         _put_statistics(statistics, group, tl.load(order + position, mask=here, other=0), units, here)
 
 
 @kernel
-def _statistics_of_all_members(statistics, totals, units: tl.int64, TILE: tl.constexpr):
-    unit = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+def _statistics_of_all_members(statistics, totals, units: tl.int64):
+    unit = tl.program_id(0).to(tl.int64) * TILE_UNITS + tl.arange(0, TILE_UNITS)[None, :]
     _put_statistics(statistics, load_all_members(totals), unit, units, unit < units)
 
 
@@ -210,8 +204,8 @@ def group_statistics(
     statistics = torch.empty((6, units), dtype=torch.float64, device=values.device)
     if ids is None:
         totals = all_members([given], extremes=True)
-        programs = triton.cdiv(units, TILE_UNITS)
-        launch(_statistics_of_all_members, programs, statistics, totals, units, TILE=TILE_UNITS)
+        programs = triton.cdiv(units, TILE_UNITS.value)
+        launch(_statistics_of_all_members, programs, statistics, totals, units)
     elif units <= SCANNED:
         block, others = few_blocks(units)
         launch(
@@ -220,8 +214,8 @@ def group_statistics(
         )  # fmt: skip
     else:
         launch(
-            _statistics_of_runs, triton.cdiv(units, RUNS), statistics, *given, *torch.sort(ids, stable=True), units,
-            RUNS=RUNS, WIDTH=AT_ONCE, maxnreg=REGISTERS,
+            _statistics_of_runs, triton.cdiv(units, RUNS.value), statistics, *given, *torch.sort(ids, stable=True),
+            units, maxnreg=REGISTERS,
         )  # fmt: skip
     return statistics
 
@@ -237,15 +231,13 @@ def _compose(gain, value, next_gain, next_value):
 
 
 @kernel
-def _scan_rows(
-    values, gains, cu_seqlens, scanned, units: tl.int64, rows: tl.int64, ROWS: tl.constexpr, CHUNK: tl.constexpr
-):
+def _scan_rows(values, gains, cu_seqlens, scanned, units: tl.int64, rows: tl.int64):
     """Chunks start at the end of a row, so that results depend on the row alone."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0).to(tl.int64) * SCANNED_ROWS + tl.arange(0, SCANNED_ROWS)[:, None]
     range_ = row_range(cu_seqlens, row, rows, units)
     length = range_.end - range_.begin
     lane = tl.arange(0, CHUNK)[None, :]
-    following = tl.zeros([ROWS, 1], tl.float64)
+    following = tl.zeros([SCANNED_ROWS, 1], tl.float64)
     for start in range(0, tl.max(length), CHUNK):
         unit = range_.end - 1 - start - lane
         here = unit >= range_.begin
@@ -261,7 +253,6 @@ def recurrence(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tens
     """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]``; 0 outside all rows."""
     rows, scanned = cu_seqlens.numel() - 1, torch.zeros_like(values)
     launch(
-        _scan_rows, triton.cdiv(rows, SCANNED_ROWS), values, gains, cu_seqlens, scanned, values.numel(), rows,
-        ROWS=SCANNED_ROWS, CHUNK=CHUNK,
+        _scan_rows, triton.cdiv(rows, SCANNED_ROWS.value), values, gains, cu_seqlens, scanned, values.numel(), rows,
     )  # fmt: skip
     return scanned

@@ -9,13 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..metrics import SLOTS as METRICS
+from ..metrics import SLOTS
 from ..specs import KLEstimator, KLGradient
 from .launch import kernel, launch
 from .math import SATURATION, STATISTIC_SATURATION, clamp, exp, is_finite, k3, k3_slope, scored
 from .rows import row_range
 
-LANES = 256  # a lane adds the tokens of one thread, TILE / LANES at a time in float, then in double
+LANES = tl.constexpr(256)  # a lane adds the tokens of one thread, TILE / LANES at a time in float, then in double
+METRICS = tl.constexpr(len(SLOTS))
 COLUMNS = tl.constexpr(32)  # of one program's sums: metrics 0 to 23, log_ratio_min, log_ratio_max, nothing
 
 NO_KL = tl.constexpr(int(KLEstimator.NONE))
@@ -26,9 +27,9 @@ VALUE = tl.constexpr(int(KLGradient.VALUE))
 STRAIGHT_THROUGH = tl.constexpr(int(KLGradient.STRAIGHT_THROUGH))
 
 ROWS, LOSS, LOG_RATIO_MIN, LOG_RATIO_MAX = (
-    tl.constexpr(list(METRICS).index(name)) for name in ("rows", "loss", "log_ratio_min", "log_ratio_max")
+    tl.constexpr(list(SLOTS).index(name)) for name in ("rows", "loss", "log_ratio_min", "log_ratio_max")
 )
-TOTAL = {"METRICS": len(METRICS), "PROGRAMS": 64, "ROWS_AT_ONCE": 4096}  # how `total` goes about it
+PROGRAMS, ROWS_AT_ONCE = tl.constexpr(64), tl.constexpr(4096)  # that `total` reads together
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 # ------------------------------------------------------------------------------------------------------------- terms
@@ -145,19 +146,19 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def _of_lanes(x, LANES: tl.constexpr):
+def _of_lanes(x):
     """A block of tokens by lanes: the few of one thread, which need no word to the other threads."""
     return tl.reshape(x, [LANES, x.numel // LANES])
 
 
 @triton.jit
-def _lanes(x, LANES: tl.constexpr):
-    return tl.sum(_of_lanes(x, LANES), axis=1).to(tl.float64)
+def _lanes(x):
+    return tl.sum(_of_lanes(x), axis=1).to(tl.float64)
 
 
 @triton.jit
-def _count(condition, LANES: tl.constexpr):
-    return tl.sum(_of_lanes(condition.to(tl.int32), LANES), axis=1)
+def _count(condition):
+    return tl.sum(_of_lanes(condition.to(tl.int32)), axis=1)
 
 
 @triton.jit
@@ -169,46 +170,46 @@ def no_sums(LANES: tl.constexpr):
 
 
 @triton.jit
-def count_tokens(counts, t, below, above, LANES: tl.constexpr):
+def count_tokens(counts, t, below, above):
     """``below`` and ``above``: the token is beyond a bound of its gate. To be called as soon as that is known: until
     they are counted, masks hold on to registers of every token."""
     positive = t.negative == False  # noqa: E712 (`not` is for scalars)
     return Counts(
-        valid=counts.valid + _count(t.valid, LANES),
-        selected=counts.selected + _count(t.selected, LANES),
-        high_positive=counts.high_positive + _count(t.selected & above & positive, LANES),
-        low_positive=counts.low_positive + _count(t.selected & below & positive, LANES),
-        low_negative=counts.low_negative + _count(t.selected & below & t.negative, LANES),
-        high_negative=counts.high_negative + _count(t.selected & above & t.negative, LANES),
-        nan=counts.nan + _count(t.nan, LANES),
-        infinite=counts.infinite + _count(t.infinite, LANES),
-        bad=counts.bad + _count(t.bad, LANES),
-        smallest=tl.minimum(counts.smallest, tl.min(_of_lanes(tl.where(t.valid, t.x, float("inf")), LANES), axis=1)),
-        largest=tl.maximum(counts.largest, tl.max(_of_lanes(tl.where(t.valid, t.x, float("-inf")), LANES), axis=1)),
+        valid=counts.valid + _count(t.valid),
+        selected=counts.selected + _count(t.selected),
+        high_positive=counts.high_positive + _count(t.selected & above & positive),
+        low_positive=counts.low_positive + _count(t.selected & below & positive),
+        low_negative=counts.low_negative + _count(t.selected & below & t.negative),
+        high_negative=counts.high_negative + _count(t.selected & above & t.negative),
+        nan=counts.nan + _count(t.nan),
+        infinite=counts.infinite + _count(t.infinite),
+        bad=counts.bad + _count(t.bad),
+        smallest=tl.minimum(counts.smallest, tl.min(_of_lanes(tl.where(t.valid, t.x, float("inf"))), axis=1)),
+        largest=tl.maximum(counts.largest, tl.max(_of_lanes(tl.where(t.valid, t.x, float("-inf"))), axis=1)),
     )
 
 
 @triton.jit
-def add_tokens(sums, t, loss, penalty, entropy, LANES: tl.constexpr, REFERENCE: tl.constexpr):
+def add_tokens(sums, t, loss, penalty, entropy, REFERENCE: tl.constexpr):
     """``entropy``: loaded, or None. Where a token is not valid x and s are 0, and with them what is made of them."""
     deviation = exp(clamp(t.x, -STATISTIC_SATURATION, STATISTIC_SATURATION)) - 1.0
     s, s_square, s_k3 = sums.s, sums.s_square, sums.s_k3
     if REFERENCE:
-        s += _lanes(t.s, LANES)
-        s_square += _lanes(t.s * t.s, LANES)
-        s_k3 += _lanes(k3(t.s), LANES)
+        s += _lanes(t.s)
+        s_square += _lanes(t.s * t.s)
+        s_k3 += _lanes(k3(t.s))
     entropies, entropy_tokens = sums.entropy, sums.entropy_tokens
     if entropy is not None:
         counted = t.valid & is_finite(entropy)
-        entropies += _lanes(tl.where(counted, entropy, 0.0), LANES)
-        entropy_tokens += _count(counted, LANES)
+        entropies += _lanes(tl.where(counted, entropy, 0.0))
+        entropy_tokens += _count(counted)
     return Sums(
-        loss=sums.loss + _lanes(loss + penalty, LANES),
-        penalty=sums.penalty + _lanes(penalty, LANES),
-        x=sums.x + _lanes(t.x, LANES),
-        x_square=sums.x_square + _lanes(t.x * t.x, LANES),
-        deviation=sums.deviation + _lanes(deviation, LANES),
-        deviation_square=sums.deviation_square + _lanes(deviation * deviation, LANES),
+        loss=sums.loss + _lanes(loss + penalty),
+        penalty=sums.penalty + _lanes(penalty),
+        x=sums.x + _lanes(t.x),
+        x_square=sums.x_square + _lanes(t.x * t.x),
+        deviation=sums.deviation + _lanes(deviation),
+        deviation_square=sums.deviation_square + _lanes(deviation * deviation),
         s=s,
         s_square=s_square,
         s_k3=s_k3,
@@ -218,7 +219,7 @@ def add_tokens(sums, t, loss, penalty, entropy, LANES: tl.constexpr, REFERENCE: 
 
 
 @triton.jit
-def bad_rows(cu_seqlens, tokens, rows, LANES: tl.constexpr):
+def bad_rows(cu_seqlens, tokens, rows):
     """Broken rows [LANES], of every program's share of them."""
     program = tl.program_id(0).to(tl.int64)
     bad = tl.zeros([LANES], tl.float64)
@@ -242,7 +243,7 @@ def _store_eight(to, a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def store_sums(to, counts, sums, bad_offsets, LANES: tl.constexpr):
+def store_sums(to, counts, sums, bad_offsets):
     """``to``: [programs, COLUMNS] float64; ``bad_offsets``: [LANES] of this program. The slots of ``rows`` and of the
     extrema stay 0: these are not sums."""
     zero = tl.zeros([LANES], tl.float64)
@@ -264,9 +265,7 @@ def store_sums(to, counts, sums, bad_offsets, LANES: tl.constexpr):
 
 
 @triton.jit
-def total(
-    sums, seen, loss, metrics, programs, rows, METRICS: tl.constexpr, PROGRAMS: tl.constexpr, ROWS_AT_ONCE: tl.constexpr
-):
+def total(sums, seen, loss, metrics, programs, rows):
     """The sums of all programs, added in their order."""
     column = tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([PROGRAMS, COLUMNS], tl.float64)
@@ -294,19 +293,9 @@ def total(
 
 
 @kernel
-def _finalise(
-    sums,
-    seen,
-    loss,
-    metrics,
-    programs: tl.int64,
-    rows: tl.int64,
-    METRICS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    ROWS_AT_ONCE: tl.constexpr,
-):
-    total(sums, seen, loss, metrics, programs, rows, METRICS, PROGRAMS, ROWS_AT_ONCE)
+def _finalise(sums, seen, loss, metrics, programs: tl.int64, rows: tl.int64):
+    total(sums, seen, loss, metrics, programs, rows)
 
 
 def finalise(sums: torch.Tensor, seen: torch.Tensor, loss: torch.Tensor, metrics: torch.Tensor, rows: int) -> None:
-    launch(_finalise, 1, sums, seen, loss, metrics, sums.shape[0], rows, **TOTAL)
+    launch(_finalise, 1, sums, seen, loss, metrics, sums.shape[0], rows)

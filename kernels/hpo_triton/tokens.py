@@ -36,7 +36,7 @@ class Reading(NamedTuple):
     aligned: bool  # every tensor of tokens allows 128-bit loads
     target_per_token: bool
     rates: bool  # targets are success rates, and no answer is wrong where they are 1
-    rule: Rule | None  # of a correction, see with_correction
+    rule: Rule | None  # of a correction, see weight_of_tokens
 
 
 class Loaded(NamedTuple):
@@ -111,9 +111,9 @@ def load_constants(inputs, logp, token, tokens, whole, READING: tl.constexpr):
 
 
 @triton.jit
-def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
-    """``row`` and ``inside`` broadcast to the tokens. Selects and never multiplies by a mask: what a masked position
-    holds does not matter, not even NaN."""
+def read_tokens(inputs, loaded, token_weight, row, rows, inside, READING: tl.constexpr):
+    """``token_weight``: see weight_of_tokens; ``row`` and ``inside`` broadcast to the tokens. Selects and never
+    multiplies by a mask: what a masked position holds does not matter, not even NaN."""
     given = inside if inputs.mask is None else inside & loaded.mask
     logp = tl.where(given, loaded.logp, 0.0)
     raw = logp - tl.where(given, loaded.old_logp, 0.0)
@@ -135,8 +135,8 @@ def read_tokens(inputs, loaded, row, rows, inside, READING: tl.constexpr):
     scaled = weight * advantage
     unweighted = advantage
     if inputs.token_weight is not None or READING.rule is not None:
-        scaled = scaled * loaded.token_weight
-        unweighted = unweighted * loaded.token_weight
+        scaled = scaled * token_weight
+        unweighted = unweighted * token_weight
 
     usable = is_finite(scaled)
     target = 0.0

@@ -87,12 +87,11 @@ def _score_windows(
     INVALID: tl.constexpr,
     AGGREGATE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * TILE
     whole = start + TILE <= tokens
     token = start + tl.arange(0, TILE)
-    _, range_, given = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
+    _, range_, given = places_of_tile(cu_seqlens, rows, tokens, start)
     # A window is cut by its row: the loop goes no further than the longest row of this tile.
     behind = tl.max(tl.where(given, token - range_.begin, 0))
     ahead = tl.max(tl.where(given, range_.end - 1 - token, 0))
@@ -120,9 +119,7 @@ def _score_windows(
 
 
 @kernel
-def _begin_wide_windows(
-    values, mask, part, count, folded, usable, tokens: tl.int64, AGGREGATE: tl.constexpr, TILE: tl.constexpr
-):
+def _begin_wide_windows(values, mask, part, count, folded, usable, tokens: tl.int64, AGGREGATE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     exists = token < tokens
     x = tl.load(values + token, mask=exists, other=0.0)
@@ -151,12 +148,11 @@ def _add_wide_digit(
     last: tl.int64,
     span: tl.int64,
     AGGREGATE: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * TILE
     token = start + tl.arange(0, TILE)
     exists = token < tokens
-    _, range_, inside = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
+    _, range_, inside = places_of_tile(cu_seqlens, rows, tokens, start)
     low, length = _window(token, range_, first, last)
     takes = inside & ((length & span) != 0)
     at = low + (length & (span - 1))
@@ -188,12 +184,11 @@ def _finish_wide_windows(
     BOUNDARY: tl.constexpr,
     INVALID: tl.constexpr,
     AGGREGATE: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * TILE
     token = start + tl.arange(0, TILE)
     exists = token < tokens
-    _, range_, given = places_of_tile(cu_seqlens, rows, tokens, start, TILE)
+    _, range_, given = places_of_tile(cu_seqlens, rows, tokens, start)
     if mask is not None:
         given &= tl.load(mask + token, mask=exists, other=False)
     value = tl.load(values + token, mask=exists, other=0.0)
@@ -205,7 +200,7 @@ def _finish_wide_windows(
 
 
 @kernel
-def _carry_rows(values, mask, cu_seqlens, score, tokens: tl.int64, rows: tl.int64, TILE: tl.constexpr):
+def _carry_rows(values, mask, cu_seqlens, score, tokens: tl.int64, rows: tl.int64):
     """Undefined scores of valid tokens become the mean of the row's defined ones, or the row's first value without any.
 
     A program takes a row, in tiles from its begin: the order of the sum does not depend on the packing.
@@ -254,14 +249,14 @@ def window_score(
     """Aggregate of ``values`` over ``{t + first, ..., t + last}`` cut by the row of t, ``[T]``."""
     tokens, rows = values.numel(), cu_seqlens.numel() - 1
     score = torch.empty_like(values)
-    programs, carries = triton.cdiv(tokens, TILE), boundary is Boundary.CARRY
+    programs, carries = triton.cdiv(tokens, TILE.value), boundary is Boundary.CARRY
     given, pack = (values, mask, cu_seqlens), (tokens, rows)
     # No bound by the pack changes the content of a window.
     window = (max(first, -tokens), min(last, tokens))
     width = min(last - first + 1, 2**63 - 1)  # a number of a launch has 64 bits
     structure = {
         "BOUNDARY": int(Boundary.FULL if carries else boundary), "INVALID": int(invalid), "AGGREGATE": int(aggregate),
-        "TILE": TILE, "maxnreg": REGISTERS,
+        "maxnreg": REGISTERS,
     }  # fmt: skip
     if window[1] - window[0] < WIDE:
         launch(
@@ -271,7 +266,7 @@ def window_score(
     else:
         _score_wide_windows(given, pack, window, width, score, structure)
     if carries:
-        launch(_carry_rows, rows, *given, score, *pack, TILE=TILE)
+        launch(_carry_rows, rows, *given, score, *pack)
     return score
 
 
@@ -283,8 +278,8 @@ def _score_wide_windows(
     score: torch.Tensor,
     structure: dict[str, int],
 ) -> None:
-    tokens = pack[0]
-    programs, fold = triton.cdiv(tokens, TILE), {"AGGREGATE": structure["AGGREGATE"], "TILE": TILE}
+    tokens, fold = pack[0], {"AGGREGATE": structure["AGGREGATE"]}
+    programs = triton.cdiv(tokens, TILE.value)
     part, next_part, folded = score.new_empty((3, tokens))
     count, next_count, usable = score.new_empty((3, tokens), dtype=torch.int32)
     launch(_begin_wide_windows, programs, *given[:2], part, count, folded, usable, tokens, **fold)

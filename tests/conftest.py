@@ -10,8 +10,11 @@ import os
 
 # Read by Triton when it is imported: on machines without a GPU its kernels run in the interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# Read by Inductor when it is imported: it would start processes that import torch, to compile a few kernels at once.
+# Read by Inductor when it is imported: for a few small kernels it would start processes that import torch, try which
+# vectors the compiler and the machine know, and compile headers in advance, which takes longer than all else together.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 import hypothesis
 import pytest

@@ -4,6 +4,7 @@ HPO_CORE_TEST_BACKENDS=cpu,triton,... names the native backends of a run: a miss
 the tests run on every native backend found here.
 """
 
+import atexit
 import functools
 import gc
 import os
@@ -103,12 +104,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Modules and tests live to the end: the garbage collector would go through them some hundred times."""
+    """Modules and tests live to the end: the garbage collector would go through them some hundred times. The end is
+    that of the process, whose extensions report what is left of theirs."""
     gc.freeze()
-
-
-def pytest_sessionfinish():
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture

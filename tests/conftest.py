@@ -4,14 +4,18 @@ HPO_CORE_TEST_BACKENDS=cpu,triton,... names the native backends of a run: a miss
 the tests run on every native backend found here.
 """
 
+import atexit
 import functools
 import gc
 import os
 
 # Read by Triton when it is imported: on machines without a GPU its kernels run in the interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# Read by Inductor when it is imported: it would start processes that import torch, to compile a few kernels at once.
+# Read by Inductor when it is imported: for a few small kernels it would start processes that import torch, try which
+# vectors the compiler and the machine know, and compile headers in advance, which takes longer than all else together.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 import hypothesis
 import pytest
@@ -100,12 +104,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Modules and tests live to the end: the garbage collector would go through them some hundred times."""
+    """Modules and tests live to the end: the garbage collector would go through them some hundred times. The end is
+    that of the process, whose extensions report what is left of theirs."""
     gc.freeze()
-
-
-def pytest_sessionfinish():
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture

@@ -165,6 +165,13 @@ def test_the_trainers_of_the_readme_start(monkeypatch: pytest.MonkeyPatch) -> No
     assert "loss_mode=hpo_dapo" in verl and "actor_rollout_ref.actor.clip_ratio_high=0.28" in verl
 
 
+def test_the_readme_names_the_trainers_of_their_page() -> None:
+    readme, page = (ROOT / "README.md").read_text(), (ROOT / "docs/trainers.md").read_text()
+    rows = re.findall(r"^\| ([\w-]+) \| (?!none|hook|-)", page, re.MULTILINE)
+    [named] = re.findall(r"\[all trainers\]\(docs/trainers.md\): (.*?) ·", readme)
+    assert set(named.split(", ")) == set(rows) and len(rows) == 18 and "eighteen more trainers" in readme
+
+
 def _prose(page: Path) -> str:
     """A page without what is inside its fences."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

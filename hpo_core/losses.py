@@ -198,6 +198,7 @@ def hierarchical_policy_loss(
     The window's scores are computed once; no ``[T]`` tensor but them and dL/dlogp is made.
 
     Args:
+        logp, old_logp: as in :func:`policy_loss`.
         rewards: ``[S]``, ``[N]`` with an estimator of steps, or what the estimator takes.
         batch: with ``group_ids``, if the estimator takes them.
         advantage: an estimator, or ``functools.partial`` of one, or a function of your own. It is called with the

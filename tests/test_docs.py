@@ -87,6 +87,24 @@ def _continues(line: str, following: str) -> bool:
     return bool(line and following) and indents[0] == indents[1] and not is_item and not line.endswith((":", "."))
 
 
+@pytest.mark.parametrize("name", ["", "advantages", "aggregation", "entropy", "gates", "kl", "segments"])
+def test_every_argument_is_described(name: str) -> None:
+    """By its function, or by the common arguments of the package, which ``help()`` and the API page show."""
+    package = importlib.import_module(f"hpo_core.{name}".rstrip("."))
+    common = (package.__doc__ or "").partition("Common arguments:")[2]
+    described = [package, package.reconstructed] if hasattr(package, "reconstructed") else [package]
+    elsewhere = re.compile(r"the same arguments|Arguments as there|(are those of|the rest is as in)\s+:func:")
+    unsaid = []
+    for function in filter(
+        inspect.isfunction, [getattr(module, each) for module in described for each in module.__all__]
+    ):
+        text = f"{inspect.getdoc(function)} {common} backend"
+        if not elsewhere.search(text):
+            said, names = set(re.findall(r"\w+", text)), inspect.signature(function).parameters
+            unsaid += [f"{function.__name__}: {name}" for name in names if name not in said]
+    assert unsaid == []
+
+
 def test_there_are_examples() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
     modules = filter(None, map(_imported, _modules()))
@@ -145,6 +163,13 @@ def test_the_trainers_of_the_readme_start(monkeypatch: pytest.MonkeyPatch) -> No
     exec(python, names)
     assert names["trainer"]["gate"] == hpo_core.gates.dapo()  # type: ignore[index]
     assert "loss_mode=hpo_dapo" in verl and "actor_rollout_ref.actor.clip_ratio_high=0.28" in verl
+
+
+def test_the_readme_names_the_trainers_of_their_page() -> None:
+    readme, page = (ROOT / "README.md").read_text(), (ROOT / "docs/trainers.md").read_text()
+    rows = re.findall(r"^\| ([\w-]+) \| (?!none|hook|-)", page, re.MULTILINE)
+    [named] = re.findall(r"\[all trainers\]\(docs/trainers.md\): (.*?) ·", readme)
+    assert set(named.split(", ")) == set(rows) and len(rows) == 18 and "eighteen more trainers" in readme
 
 
 def _prose(page: Path) -> str:

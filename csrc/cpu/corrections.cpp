@@ -169,8 +169,9 @@ CorrectionLoops pick_loops(Statistic statistic) {
     case Statistic::k2: return loops_of<Statistic::k2>();
     case Statistic::k3: return loops_of<Statistic::k3>();
     case Statistic::probability: return loops_of<Statistic::probability>();
-    default: return loops_of<Statistic::binary_kl>();
+    case Statistic::binary_kl: break;
   }
+  return loops_of<Statistic::binary_kl>();
 }
 
 // One pass over statistics.

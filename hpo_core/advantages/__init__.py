@@ -1,4 +1,36 @@
-"""Group-normalised advantages: one function per published estimator, each a configuration of one operator."""
+"""Group-normalised advantages: one function per published estimator, each a configuration of one operator.
+
+An estimator compares units: rows or trajectories (``[S]``), steps (``[N]``) or tokens (``[T]``). Advantages are
+constants: no gradient flows to the rewards. Units of a group whose rewards are all equal get exactly 0 in every
+precision.
+
+Common arguments:
+    rewards: ``[S]`` floating point, one per unit. NaN and infinite rewards are unscorable: they enter no statistic and
+        get advantage 0. Rounded to float32, which the reference does not do, computed in float64 relative to a member
+        of the group, and returned as float32.
+    group_ids: ``[S]`` int32 or int64, the prompt of each unit: any integers in any order. A negative id belongs to no
+        group (advantage 0). None: one group.
+    mask: ``[S]`` bool, the units that enter the statistics. Default: all.
+    apply_mask: ``[S]`` bool, the units that receive an advantage. Default: the same as ``mask``.
+    ddof: the variance of n units divides by ``n - ddof``.
+    eps: keeps the division by a deviation, or by what stands in its place, finite.
+    singleton: a group of one: ``"zero"`` (its advantage is 0), or ``"raw"`` (its reward is kept: what verl's loops do).
+    step_rewards: ``[N]`` floating point, the immediate reward of each step. One that is NaN or infinite makes the
+        returns of its step and of the steps before it unknown, and the sum of its trajectory: what is unknown is in no
+        statistic and adds 0.
+    trajectory_ids: ``[N]`` integers, the trajectory of each step, which may be its number inside the prompt; negative:
+        none. Beside steps ``group_ids`` are ``[N]``, too (:meth:`~hpo_core.PackedBatch.ids_of_steps` makes both). A
+        step without a prompt or a trajectory is as if it were not there.
+    anchor_ids: ``[N]`` integers, the observation that a step starts from (of texts: :func:`hpo_core.segments.ids_of`):
+        steps of one prompt with equal anchors are compared with each other; negative: with none.
+    positions: ``[N]``, the order of steps inside their trajectory. Default: that in which they stand here.
+    token_rewards: ``[T]`` floating point, the immediate reward of each token. A token whose advantage is unknown,
+        because it is made of a number that is NaN or infinite, gets 0 and is in no statistic.
+    batch: the :class:`~hpo_core.PackedBatch` that results ``[T]`` belong to. If it is padded, tensors ``[T]`` may be
+        ``[B, L]``, and so are the results.
+    gamma, lam: the discount of returns, and lambda of generalised advantage estimation.
+    backend: a name from :func:`hpo_core.backends`. Default: by device.
+"""
 
 from ..specs import Center, EpsMode, GroupTerm, Part, Presence, Provenance, Scale, Share
 from . import reconstructed

@@ -1,5 +1,4 @@
-"""Estimators whose baseline comes from outside the group, or is remembered from step to step; the rest is as in
-:mod:`.flat`."""
+"""Estimators whose baseline comes from outside the group, or is remembered from step to step."""
 
 from __future__ import annotations
 

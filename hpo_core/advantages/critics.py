@@ -1,4 +1,4 @@
-"""Estimators of steps that take the values of a critic; common arguments as in :mod:`.hierarchical`."""
+"""Estimators of steps that take the values of a critic."""
 
 from __future__ import annotations
 
@@ -128,6 +128,7 @@ def hiper(
         is_truncated: ``[N]`` bool, whether the episode was cut off behind a turn that is the last of its trajectory:
             V_low of that turn, and V_high where its segment begins, then stand for the values behind it. None: all
             episodes end where they end, and nothing stands behind.
+        low_lam, high_lam: lambda inside sub-goals and over them.
         normalised: each stream centred and scaled over its own turns, ddof 0: ``(A - mean) / (std + eps)``.
 
     What a NaN among rewards and values makes unknown is in no statistic and 0, as is a turn in no trajectory. The

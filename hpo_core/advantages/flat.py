@@ -1,19 +1,4 @@
-"""Estimators over one flat grouping: rewards of a prompt's samples against each other.
-
-Common arguments:
-    rewards: ``[S]`` floating point, one per unit (row, trajectory, ...). NaN and infinite rewards are unscorable: they
-        enter no statistic and get advantage 0. Rounded to float32, which the reference does not do, computed in float64
-        relative to a member of the group, and returned as float32.
-    group_ids: ``[S]`` int32 or int64, any integers in any order; a negative id belongs to no group (advantage 0). None:
-    one group.
-    mask: ``[S]`` bool, the units that enter the statistics. Default: all.
-    apply_mask: ``[S]`` bool, the units that receive an advantage. Default: the same as ``mask``.
-    singleton: a group of one: ``"zero"`` (its advantage is 0), or ``"raw"`` (its reward is kept: what verl's loops do).
-    backend: see :func:`hpo_core.backends`.
-
-Advantages are constants: no gradient flows to the rewards. Members whose rewards are all equal get exactly 0 in every
-precision.
-"""
+"""Estimators over one flat grouping: rewards of a prompt's samples against each other."""
 
 from __future__ import annotations
 
@@ -60,6 +45,8 @@ def grpo(
         ddof: 1 (torch.std; verl, TRL, OpenRLHF) or 0 (numpy.std). The paper does not say.
         eps: 1e-6 as in verl; TRL uses 1e-4, OpenRLHF 1e-9.
         eps_mode: ``"add"`` sigma + eps, ``"sqrt"`` sqrt(sigma^2 + eps), ``"floor"`` max(sigma, eps).
+
+    The other arguments are described in :mod:`hpo_core.advantages`.
 
     Traps: frameworks differ in ddof, eps and singletons; verl's loop returns the raw reward for a group of one.
 

@@ -1,16 +1,4 @@
-"""Estimators over nested groupings: steps in trajectories, trajectories in prompts, and what lies between.
-
-Common arguments of estimators of steps, all ``[N]``:
-    step_rewards: floating point, the immediate reward of each step.
-    group_ids: the prompt of each step; negative: none.
-    trajectory_ids: the trajectory of each step, which may be its number inside the prompt; negative: none. A step
-        without a prompt or a trajectory is as if it were not there.
-    anchor_ids: the observation a step starts from, as an integer (of texts: :func:`hpo_core.segments.ids_of`): steps of
-        one prompt with equal anchors are compared with each other; negative: with none.
-    positions: the order of steps inside their trajectory. Default: that in which they stand here.
-Ids are integers in any order. A reward that is NaN or infinite makes the returns of its step and of the steps before it
-unknown, and the sum of its trajectory: what is unknown is in no statistic and adds 0. The rest is as in :mod:`.flat`.
-"""
+"""Estimators over nested groupings: steps in trajectories, trajectories in prompts, and what lies between."""
 
 from __future__ import annotations
 
@@ -65,6 +53,9 @@ def gigpo(
         compat: ``"paper"`` counts a trajectory once in the statistics of episodes, ``"code"`` once per step, so that
             long ones weigh more (verl-agent's default).
         singleton: of a prompt with one trajectory; ``"raw"`` keeps its reward, as verl-agent's loops do.
+
+    The other arguments, all ``[N]``, are described in :mod:`hpo_core.advantages`; ``batch.ids_of_steps()`` makes the
+    ids of prompts and trajectories.
 
     A step whose observation is unique has A_step 0: with all observations distinct this is GRPO, as with w = 0.
 

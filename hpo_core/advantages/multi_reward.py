@@ -1,5 +1,4 @@
-"""Estimators over several rewards of one unit, ``[C, S]``, or over a reward that is put together from several signals;
-the other arguments are those of :mod:`.flat`."""
+"""Estimators over several rewards of one unit, ``[C, S]``, or over a reward that several signals make."""
 
 from __future__ import annotations
 
@@ -179,6 +178,7 @@ def hila(
         is_deferred, is_created: ``[S]`` bool, whether the action asks the expert, or writes a new answer; an action
             that does neither takes over another agent's answer and costs nothing.
         group_ids: ``[S]``, the candidate actions of one agent in one round of one problem.
+        defer_cost, create_cost: what such an action costs.
 
     >>> hila(torch.tensor([1.0, 1.0]), torch.tensor([True, False]), torch.tensor([False, True]), None)
     tensor([-1.0000,  1.0000])

@@ -1,7 +1,4 @@
-"""Estimators over one flat grouping that add a belief to the rewards: a distribution, further rewards, a value.
-
-Common arguments are as in :mod:`.flat`.
-"""
+"""Estimators over one flat grouping that add a belief to the rewards: a distribution, further rewards, a value."""
 
 from __future__ import annotations
 

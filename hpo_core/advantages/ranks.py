@@ -1,4 +1,4 @@
-"""Estimators that see rewards by rank or as right and wrong; the rest is as in :mod:`.flat`."""
+"""Estimators that see rewards by rank or as right and wrong."""
 
 from __future__ import annotations
 

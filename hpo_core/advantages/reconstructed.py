@@ -232,6 +232,9 @@ def chrpo(
     """CHRPO (Extra-CoT): the main reward for all tokens of a response, a second one for its control token (arXiv
     2602.08324). Returns ``[2, S]`` float32: for all tokens, and what the control token gets besides.
 
+    Args:
+        control_rewards: ``[S]``, of the control token.
+
     Assumed: both normalised as in GRPO and added; the paper's coefficients are not public.
 
     >>> chrpo(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), None)
@@ -256,7 +259,8 @@ def hrpo(
     """HRPO (MasHost): the system's advantage in its group plus the reward of each construction step (arXiv 2506.08507).
     Returns ``[N]`` float32.
 
-    Assumed: ``A = z_group(R) + weight r_action`` with GRPO's ddof 1 and eps, and weight 1: the paper names the parts.
+    Assumed: ``A = z_group(R) + action_weight r_action`` with GRPO's ddof 1 and eps, and weight 1: the paper names
+    the parts.
 
     Args:
         action_rewards: ``[N]``.

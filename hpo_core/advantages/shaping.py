@@ -1,4 +1,4 @@
-"""Estimators that shape the advantages of others by sign, length or position; the rest is as in :mod:`.flat`."""
+"""Estimators that shape the advantages of others by sign, length or position."""
 
 from __future__ import annotations
 
@@ -169,6 +169,9 @@ def negative_sample(
 def positive_sample(is_correct: torch.Tensor, *, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Positive-sample reinforcement: 1 for right responses, nothing for wrong ones (arXiv 2506.01347). Returns ``[S]``
     float32. Wrong ones stay in denominators unless ``selected=`` leaves them out, as :func:`negative_sample` says.
+
+    Args:
+        is_correct: ``[S]`` bool.
 
     >>> positive_sample(torch.tensor([True, False]))
     tensor([1., 0.])

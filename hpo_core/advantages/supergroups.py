@@ -31,6 +31,7 @@ def sgrpo(
 
     Args:
         group_rewards: ``[S]``, the reward of each unit's group: equal for its members.
+        supergroup_ids: ``[S]`` integers, what groups are compared within; negative: none.
         group_weight: w; 0 is RLOO over the supergroup.
         scaled: divide each part by its standard deviation (ddof 1) plus eps.
         credits: ``[S]`` floating point, what each rollout gave to its group's reward. With z its normalised value in
@@ -85,6 +86,8 @@ def sgrpo_reward_sum(
 
     Args:
         group_rewards: ``[S]``, the reward of each unit's group: equal for its members.
+        supergroup_ids: ``[S]`` integers, what groups are compared within; negative: none.
+        group_weight: w.
         scaled: divide by the standard deviation of that sum over the supergroup (ddof 1) plus eps.
 
     >>> r, of_group = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0.8, 0.8, 0.2, 0.2])
@@ -117,6 +120,8 @@ def sgrpo_hierarchical_sum(
 
     Args:
         group_rewards: ``[S]``, the reward of each unit's group: equal for its members.
+        supergroup_ids: ``[S]`` integers, what groups are compared within; negative: none.
+        group_weight: w.
         scaled: divide by the standard deviation of ``(1 - w) r + w R_group`` over the supergroup (ddof 1) plus eps.
 
     >>> r, of_group = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.tensor([0.8, 0.8, 0.2, 0.2])

@@ -100,10 +100,15 @@ def _once(
 def estimator(
     provenance: Provenance, *, level: str = "row", multi_reward: bool = False, tables: bool = False
 ) -> Callable[[Estimator], Estimator]:
-    """Marks a function as a published estimator: where its formula comes from, what its advantages belong to
-    (``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``; ``"selection"``: it returns a mask of rows), whether
-    it takes several rewards ``[C, S]``, and whether tables of its groups say all that it needs to know of units
-    elsewhere."""
+    """Marks a function as a published estimator.
+
+    Args:
+        provenance: where its formula comes from.
+        level: what its advantages belong to, ``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``;
+            ``"selection"``: it returns a mask of rows.
+        multi_reward: whether it takes several rewards ``[C, S]``.
+        tables: whether statistics of groups are all that it needs to know of the units of other ranks.
+    """
 
     def mark(function: Estimator) -> Estimator:
         marked: Any = examines(constants(function))

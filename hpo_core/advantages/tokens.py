@@ -1,5 +1,4 @@
-"""Estimators whose advantages differ from token to token, ``[T]`` of a packed batch; the rest is as in :mod:`.flat`.
-With a padded batch they take ``[B, L]`` in place of ``[T]``, too, and then return it.
+"""Estimators whose advantages differ from token to token, ``[T]`` of a packed batch.
 
 A token whose advantage is unknown, because a number that it is made of is NaN or infinite, gets 0 and is in no
 statistic; so are the tokens before such a reward or value, whose returns contain it. Only an entropy, of

@@ -1,4 +1,4 @@
-"""Estimators over trees of rollouts that share prefixes; the rest is as in :mod:`.flat`."""
+"""Estimators over trees of rollouts that share prefixes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,16 @@
 """Entropy windows: windowed aggregates on packed rows, exact quantile thresholds, and the masks, weights and bounds
-made of them."""
+made of them.
+
+Common arguments:
+    entropy: ``[T]`` floating point, in nats: a constant of the differentiation, except in penalties.
+    batch: a :class:`~hpo_core.PackedBatch`. If it is padded, tensors ``[T]`` may be ``[B, L]``, and so are the results.
+        Values at masked positions are not read.
+    logp, old_logp, advantages, advantage_level: as in :func:`~hpo_core.policy_loss`.
+    is_correct: ``[S]`` bool, whether the response of each row is right.
+    group_ids: ``[S]`` integers, the prompt of each row; negative: none. None: one group.
+    process_group: the result is that of the tokens of all these ranks.
+    backend: a name from :func:`hpo_core.backends`. Default: by device.
+"""
 
 from ..specs import OrderRule
 from . import reconstructed

@@ -68,6 +68,7 @@ def trl_coefficient(
     """TRL's variant of :func:`skywork_coefficient`: it grows and counts at the target, too, and steps are larger.
 
     Args:
+        delta: the step of the coefficient, which stays within ``least`` and ``most``.
         entropy: 0-dim, the mean of the *last* step: TRL moves the coefficient after the step that it measures.
 
     >>> trl_coefficient(torch.tensor(0.01), torch.tensor(0.25), target=0.25)

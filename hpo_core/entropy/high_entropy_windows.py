@@ -153,7 +153,7 @@ def ares_next_windows(
 
 @preset(Provenance.VERIFIED, per_token=False)
 def count_of_rows(mask: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """The selected valid tokens of each row, ``[S]`` int64: ARES' ``N_HE``.
+    """The selected valid tokens of each row, ``[S]`` int64, by a ``mask`` ``[T]`` bool: ARES' ``N_HE``.
 
     >>> count_of_rows(torch.tensor([True, False, True]), PackedBatch.from_lengths([2, 1]))
     tensor([1, 1])

@@ -95,6 +95,7 @@ def ares_targets(
     Args:
         counts: ``[S]`` floating point, N of each response.
         difficulty: ``[S]`` int64; -1: the response is not counted.
+        state: the numbers before this batch, at first ``AresTargets.start()``.
         group_ids: ``[S]``; "code" averages prompts, not responses.
         memory: of the last target, 0: the mean of this batch replaces it.
         compat: "code": the target is the mean of the prompts' means, rounded, and ``alpha += rate (mean - target)``,
@@ -163,6 +164,7 @@ def ares_rewards(
     problems, too few on hard ones, both on medium ones (arXiv 2510.08457).
 
     Args:
+        counts, difficulty: ``[S]``, as in :func:`ares_targets`.
         target, scale: ``[3]``, :class:`AresTargets` of an earlier batch, and :func:`ares_scales`.
 
     >>> easy, scale = torch.zeros(2, dtype=torch.int64), torch.tensor([0.4, 0.4, 0.4])
@@ -191,6 +193,7 @@ def ares_entropy_reward(
     2.5, 3.
 
     Args:
+        counts, difficulty: ``[S]``, as in :func:`ares_targets`.
         state: :class:`AresTargets`, as "code" has it.
 
     >>> given = torch.tensor([True, False]), torch.tensor([20.0, 10.0]), torch.tensor([0, 0])

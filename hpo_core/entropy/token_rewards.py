@@ -75,6 +75,9 @@ def grpo_s(
     """GRPO-S: :func:`gtpo` with u the mean entropy of a response, or its inverse, and means over the responses of the
     same outcome (arXiv 2508.04349). Returns ``[S]`` float32.
 
+    Args:
+        alpha, normalised: as in :func:`gtpo`.
+
     The paper's ratio is the mean of a response's token ratios. A response without valid tokens gets 0, and one
     whose valid entropies are all not finite NaN, so that the loss leaves it out and counts it.
 

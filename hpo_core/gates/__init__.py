@@ -1,4 +1,10 @@
-"""Ratio gates: one constructor per published method, each a value of :class:`RatioGate`."""
+"""Ratio gates: one constructor per published method, each a value of :class:`RatioGate`; and the functions
+that make what some gates read beside the batch, each a :class:`GateInputs`.
+
+Common arguments:
+    eps_low, eps_high: epsilons: a ratio r is clipped at ``1 - eps_low`` and at ``1 + eps_high``.
+    logp, old_logp, advantages, batch, advantage_level: as in :func:`~hpo_core.policy_loss`.
+"""
 
 from ..specs import Action, Aggregate, Head, Penalty, Provenance, Reduction, Routing, Statistic, Unit
 from . import reconstructed

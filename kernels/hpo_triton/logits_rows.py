@@ -181,7 +181,7 @@ def _step(
     losers = ()
     greatest = kept
     for chunk in tl.static_range(CHUNKS):
-        x = _load(row, start + chunk * LANES + tl.arange(0, LANES), WHOLE, ALIGNED)
+        x = _load(row, tl.arange(0, LANES) + (start + chunk * LANES), WHOLE, ALIGNED)
         loser = tl.minimum(kept, x, propagate_nan=tl.PropagateNan.ALL)  # NaN loses, so that it reaches the sums
         kept = tl.maximum(kept, x)
         greatest = loser if chunk == 0 else tl.maximum(greatest, loser)

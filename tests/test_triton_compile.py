@@ -36,7 +36,7 @@ STEP = 2 if NEW else 1  # of a search for an order statistic, in loads of 128 bi
 REGISTERS = {
     ("gate: clip", "_sweep"): 106,
     ("gate: clip", "_finalise"): 48,
-    ("gate: clip, all inputs", "_sweep"): 147,
+    ("gate: clip, all inputs", "_sweep"): 145,
     ("gate: clip, corrected", "_sweep"): 108,
     ("hierarchy: two levels, corrected", "_prepare_leaves"): 64,
     ("hierarchy: two levels, corrected", "_sweep_leaves"): 152,

@@ -212,7 +212,10 @@ def check_compat(compat: str) -> bool:
 
 def check_flag(name: str, value: Any) -> None:
     """Check that the value is a bool: ``"False"``, as a command line gives it, is true."""
-    require_type(isinstance(value, bool), "{}: expected True or False, got {!r}", name, value)
+    if isinstance(value, bool):
+        return
+    fix = "" if value is None else "; write it without quotes" if isinstance(value, str) else f"; use bool({name})"
+    require_type(False, "{}: expected True or False, got {!r}{}", name, value, fix)
 
 
 def _examined_flag(is_optional: bool, name: str, value: Any) -> Any:

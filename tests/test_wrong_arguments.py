@@ -227,8 +227,14 @@ ERRORS = [
         "period: expected a number of calls >= 1, got 0",
     ),
     (lambda: hpo.entropy.epo_phase(1, math.nan), "steps: expected a finite number >= 2, got nan"),
-    (lambda: gates.RatioGate("mine", IDENTITY, split="no"), "split: expected True or False, got 'no'"),
-    (lambda: gates.Correction(gates.Action.MASK, strict=1), "strict: expected True or False, got 1"),
+    (
+        lambda: gates.RatioGate("mine", IDENTITY, split="no"),
+        "split: expected True or False, got 'no'; write it without quotes",
+    ),
+    (
+        lambda: gates.Correction(gates.Action.MASK, strict=1),
+        r"strict: expected True or False, got 1; use bool\(strict\)",
+    ),
     # Numbers that would be right in these dtypes: codes of a quantised weight would be, too.
     (
         lambda: hpo.linear_token_logprobs(torch.zeros(2, 3), torch.ones(4, 3, dtype=torch.int8), torch.zeros(2).long()),

@@ -84,10 +84,7 @@ def preset_on(device: str, name: str, rows: int, length: int, ragged: bool) -> t
 
 def loss_of_preset(name: str, data: Rows, batch: hpo.PackedBatch, backend: str) -> Callable[[], Tensors]:
     gate = presets.PRESETS[name]
-    options = {**presets.given(gate, data), "weights": data.weights, "backend": backend}
-    return differentiated(
-        data.logp, lambda leaf: hpo.policy_loss(leaf, data.old_logp, data.advantages, batch, gate, **options).loss
-    )
+    return gates.with_autograd(gate, data, batch, weights=data.weights, backend=backend, **presets.given(gate, data))
 
 
 def every_preset(backend: str) -> Iterator[Run]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import peers_gates as peers
 import torch
-from bench_gates import PENALTY, PPO, STATISTICS, TOKEN_GATE, floor, ours, padded_batch, truth
+from bench_gates import PENALTY, PPO, STATISTICS, TOKEN_GATE, floor, ours, padded_batch, truth, with_autograd
 from harness import Case, Contestant, Plan, small_test
 from peers_gates import Padded
 
-import hpo_core as hpo
 from hpo_core import gates, kl
 from hpo_core.gates import RatioGate, Unit
 
@@ -41,14 +39,7 @@ def case(name: str, *, rows: int, length: int, full: bool, backend: str | None) 
     data = data._replace(logp=data.logp - 1, old_logp=data.old_logp - 1, ref_logp=data.ref_logp - 1)
     gate, options = GATES.get(name, gates.ppo_clip()), given(name, data)
     extra = 4 if name in PENALTIES or gate.reads_rollout else 0
-    plain = peers.differentiated(
-        data.logp,
-        lambda leaf: (
-            hpo.policy_loss(
-                leaf, data.old_logp, data.advantages, batch, gates.ppo_clip(), weights=data.weights, backend=backend
-            ).loss
-        ),
-    )
+    plain = with_autograd(gates.ppo_clip(), data, batch, weights=data.weights, backend=backend)
     return Case(
         op="policy_loss",
         name=f"{name if name in GATES else f'ppo_clip + {name}'}, {rows:,} rows of {length:,}",

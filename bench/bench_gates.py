@@ -112,18 +112,21 @@ def ours(
     """The loss with autograd, the same without, and the kernel alone with everything checked and prepared."""
     options |= {"weights": data.weights, "backend": backend}
 
-    with_autograd = peers.differentiated(
-        data.logp, lambda leaf: hpo.policy_loss(leaf, data.old_logp, data.advantages, batch, gate, **options).loss
-    )
-
     def without_autograd() -> Tensors:
         result = hpo.policy_loss_and_grad(data.logp, data.old_logp, data.advantages, batch, gate, **options)
         return {"loss": result.loss, "grad": result.grad}
 
-    found = [("hpo_core", with_autograd), ("hpo_core, no autograd", without_autograd)]
+    found = [("hpo_core", with_autograd(gate, data, batch, **options)), ("hpo_core, no autograd", without_autograd)]
     if gate.has_fast_path and not {"window", "kl"} & options.keys() and not gate.spec().is_hierarchical:
         found.append(("hpo_core, kernel alone", kernel_alone(gate, data, batch, backend)))
     return [Contestant(name, run, goals.get(name), tolerance=2e-6) for name, run in found]
+
+
+def with_autograd(gate: hpo.gates.RatioGate, data: Any, batch: hpo.PackedBatch, **options: Any) -> peers.Run:
+    """The loss and its backward. ``data``: the tensors of a batch, in the shape of its tokens."""
+    return peers.differentiated(
+        data.logp, lambda leaf: hpo.policy_loss(leaf, data.old_logp, data.advantages, batch, gate, **options).loss
+    )
 
 
 def extras(objective: Objective, data: Padded | Packed) -> dict[str, Any]:
@@ -150,15 +153,22 @@ def kernel_alone(
     return run
 
 
-def truth(gate: hpo.gates.RatioGate, data: Padded | Packed, batch: hpo.PackedBatch, **options: Any) -> Tensors:
+def exact(value: Any) -> Any:
+    """In float64, whatever holds the tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: exact(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return type(value)(*map(exact, value)) if hasattr(value, "_fields") else tuple(map(exact, value))
+    return value
+
+
+def truth(gate: hpo.gates.RatioGate, data: Any, batch: hpo.PackedBatch, **options: Any) -> Tensors:
     """The float64 definition. Weights are rounded to float32 by everybody, and exact from there."""
-    exact = type(data)(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in data))
-    options = {
-        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in options.items()
-    }
+    data, options = exact(data), exact(options)
     result = hpo.policy_loss_and_grad(
-        exact.logp, exact.old_logp, exact.advantages, batch, gate, weights=exact.weights, backend="reference", **options
+        data.logp, data.old_logp, data.advantages, batch, gate, weights=data.weights, backend="reference", **options
     )
     return {"loss": result.loss, "grad": result.grad}
 

@@ -1,4 +1,4 @@
-"""Hierarchical gates, depth 1 to 5, on packed rows; other gates next to verl's own."""
+"""Hierarchical gates, depth 1 to 5, on packed rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import peers_gates
 import torch
-from bench_gates import FIBERPO, STATISTICS, TOKEN_GATE, floor, ours, packed_batch, padded_batch, truth
-from harness import Case, Contestant, Plan, available, small_test
+from bench_gates import FIBERPO, STATISTICS, TOKEN_GATE, floor, ours, packed_batch, truth
+from harness import Case, Contestant, Plan, small_test
 from peers_gates import Packed, Run
 
 import hpo_core as hpo
@@ -88,55 +88,6 @@ def depth_case(depth: int, *, tokens: int, rows: int, full: bool, backend: str |
     )
 
 
-# --------------------------------------------------------------------------------------------------- next to verl's own
-
-# verl's name: (our gate, whether rows count alike, fields of its ActorConfig)
-LIKE_VERL: dict[str, tuple[RatioGate, bool, dict[str, float]]] = {
-    "sapo": (hpo.gates.sapo(1.0, 1.05), True, {"tau_pos": 1.0, "tau_neg": 1.05}),
-    "geo_mean": (hpo.gates.gmpo(0.1, 0.15), True, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}),
-    "dppo_tv": (
-        hpo.gates.dppo_tv(0.04, 0.03, 1.2),
-        False,
-        {"clip_ratio_low": 0.04, "clip_ratio_high": 0.03, "clip_ratio_c": 1.2},
-    ),
-    "dppo_kl": (hpo.gates.dppo_kl(0.004, 3.0), False, {"clip_ratio_low": 0.004, "clip_ratio_high": 0.004}),
-}
-
-
-def verl_case(name: str, *, rows: int, length: int, full: bool, backend: str | None) -> Case:
-    gate, rows_alike, config = LIKE_VERL[name]
-    data, batch = padded_batch(FIBERPO, rows, length, ragged=False)
-    weights = (hpo.aggregation.seq_mean_token_mean if rows_alike else hpo.aggregation.token_mean)(batch)
-    # One less: no probability lies above 1.
-    data = data._replace(logp=data.logp - 1, old_logp=data.old_logp - 1, weights=weights)
-    others = []
-    if available("verl"):
-        from verl.trainer.ppo.core_algos import get_policy_loss_fn
-        from verl.workers.config import ActorConfig
-
-        settings = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **config)
-        loss_fn, valid = get_policy_loss_fn(name), data.mask.long()
-        mode = "seq-mean-token-mean" if rows_alike else "token-mean"
-        expanded = data.advantages[:, None].expand(rows, length).contiguous()
-
-        verl = peers_gates.differentiated(
-            data.logp, lambda leaf: loss_fn(data.old_logp, leaf, expanded, valid, mode, settings)[0]
-        )
-        others.append(Contestant("verl", verl))
-    return Case(
-        op="policy_loss",
-        name=f"{gate.name}, {rows:,} rows of {length:,}",
-        unit="token",
-        units=rows * length,
-        bytes_per_unit=13,  # the mask, too
-        flops_per_unit=STATISTICS + TOKEN_GATE,
-        ours=ours(gate, data, batch, backend, {}),
-        peers=others,
-        floor=floor(FIBERPO, data, data.mask.flatten()),
-        truth=None if full else functools.partial(truth, gate, data, batch),
-    )
-
-
 def plans(quick: bool) -> list[Plan]:
     def depth(levels: int, tokens: int, rows: int) -> Plan:
         small = {"tokens": 900, "rows": min(rows, 20)}
@@ -145,12 +96,8 @@ def plans(quick: bool) -> list[Plan]:
 
     if quick:
         return [depth(5, 1 << 20, 512)]
-    others = [
-        Plan(name, functools.partial(verl_case, name), {"rows": 512, "length": 2048}, {"rows": 8, "length": 48})
-        for name in LIKE_VERL
-    ]
     sizes = ((1 << 20, 512), (1 << 20, 50_000), (1 << 12, 2))
-    return [*(depth(levels, *size) for size in sizes for levels in UNITS), *others]
+    return [depth(levels, *size) for size in sizes for levels in UNITS]
 
 
 test_hierarchical_gates = small_test(plans(quick=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import peers_logprobs as peers
@@ -124,27 +124,18 @@ SIZES = (
     (torch.float32, 1024, 151_936, 256, ("forward",)),
     (torch.float32, 64, 128_256, 256, ("forward",)),
 )
-LARGE = ((torch.float32, 1024, 151_936, 256, ("both",)), (torch.float32, 8192, 32_000, 256, DIRECTIONS))  # minutes each
 
 
-def plans_of(sizes: Sequence[Any]) -> list[Plan]:
+def plans(quick: bool) -> list[Plan]:
     return [
         Plan(
             f"linear logprobs {name} {str(dtype).removeprefix('torch.')} {tokens} x {vocabulary}",
             functools.partial(case, dtype, name), {"tokens": tokens, "vocabulary": vocabulary, "width": width},
             {"tokens": 7, "vocabulary": 1002, "width": 24},
         )
-        for dtype, tokens, vocabulary, width, names in sizes
+        for dtype, tokens, vocabulary, width, names in ((HEADLINE,) if quick else SIZES)
         for name in names
     ]  # fmt: skip
-
-
-def plans(quick: bool) -> list[Plan]:
-    return plans_of([HEADLINE] if quick else SIZES)
-
-
-def large() -> list[Plan]:
-    return plans_of(LARGE)
 
 
 test_linear_logprobs = small_test(plans(quick=False))

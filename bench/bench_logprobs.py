@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import peers_logprobs as peers
@@ -16,7 +16,6 @@ from hpo_core.reference import logprobs as reference
 from hpo_core.specs import LogitRows
 
 IGNORE = -100
-LIMIT = 6 << 30  # bytes that a call may hold beyond the logits
 # What the notes on the CPU ask for, in floors of the same bytes.
 FORWARD = {torch.float32: 1.4, torch.bfloat16: 1.8}
 BACKWARD = {torch.float32: 1.25, torch.bfloat16: 1.9}
@@ -25,44 +24,28 @@ Function = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 class Peer(NamedTuple):
-    """``held``: bytes a logit that a call holds beyond the logits, as B/unit says, forward and in both directions;
-    ``rows``: how many rows they are of in the forward, which some go through in chunks."""
-
     name: str
     package: str
     function: Function
     goals: dict[str, Goal]
-    held: dict[torch.dtype, tuple[float, float]]
     error: dict[torch.dtype, float]  # of the largest element
-    rows: int = 1 << 62
-
-    def bytes_held(self, dtype: torch.dtype, name: str, tokens: int, vocabulary: int) -> float:
-        forward, both = self.held[dtype]
-        return vocabulary * (forward * min(tokens, self.rows) if name == "forward" else both * tokens)
 
 
 WIDENED = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 ROUNDED = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # results are in the precision of the logits
 PEERS = [
-    Peer("eager", "torch", peers.eager, {"forward": slower_by(25), "both": slower_by(25)},
-         {torch.float32: (12, 20), torch.bfloat16: (12, 20)}, WIDENED),
-    Peer("TRL", "trl", peers.trl, {"both": slower_by(20)},
-         {torch.float32: (12, 12), torch.bfloat16: (6, 9)}, ROUNDED, rows=128),
-    Peer("verl", "verl", peers.verl, {},
-         {torch.float32: (8, 24), torch.bfloat16: (4, 14)}, ROUNDED),
-    Peer("verl, entropy in chunks", "verl", peers.verl_chunked, {},
-         {torch.float32: (8, 24), torch.bfloat16: (12, 30)}, ROUNDED, rows=2048),
-]  # fmt: skip
+    Peer("eager", "torch", peers.eager, {"forward": slower_by(25), "both": slower_by(25)}, WIDENED),
+    Peer("TRL", "trl", peers.trl, {"both": slower_by(20)}, ROUNDED),
+    Peer("verl", "verl", peers.verl, {}, ROUNDED),
+    Peer("verl, entropy in chunks", "verl", peers.verl_chunked, {}, ROUNDED),
+]
 
 
 def compiled() -> Peer:
     """Made where it runs, because ``torch.compile`` imports Inductor, for which tests that import this file would
     wait."""
-    return Peer(
-        "torch.compile", "torch", torch.compile(peers.eager, dynamic=False),
-        {"forward": slower_by(3.5), "both": slower_by(5)},
-        {torch.float32: (0, 8), torch.bfloat16: (0, 14)}, WIDENED,
-    )  # fmt: skip
+    function = torch.compile(peers.eager, dynamic=False)
+    return Peer("torch.compile", "torch", function, {"forward": slower_by(3.5), "both": slower_by(5)}, WIDENED)
 
 
 class Computed(torch.autograd.Function):
@@ -120,13 +103,7 @@ def case(dtype: torch.dtype, name: str, *, tokens: int, vocabulary: int, full: b
 
     ours = functools.partial(hpo.token_logprobs, backend=backend)
     everyone = [*PEERS, compiled()] if full and name != "backward" else PEERS  # a compiled graph is gone after its use
-    fitting, left_out = [], []
-    for peer in everyone:
-        held = peer.bytes_held(dtype, name, tokens, vocabulary)
-        if held > LIMIT:
-            left_out.append(f"{peer.name}, which would hold {held / 2**30:.0f} GiB")
-        elif available(peer.package):
-            fitting.append(peer)
+    present = [peer for peer in everyone if available(peer.package)]
     if name == "backward":
         kernels = resolve("logprobs", logits, backend)
         rows = LogitRows(logits, targets, None, 1.0, IGNORE, None, 0, vocabulary)
@@ -135,7 +112,7 @@ def case(dtype: torch.dtype, name: str, *, tokens: int, vocabulary: int, full: b
         contestants = [Contestant("hpo_core", run, at_most_floors(BACKWARD[dtype]), tolerance=WIDENED[dtype])]
         kept = torch.empty_like(words)
         theirs = [Contestant("a copy into memory that is there", lambda: {"copy": kept.copy_(words)}, alike=False)]
-        theirs += [Contestant(peer.name, backward(peer.function), tolerance=peer.error[dtype]) for peer in fitting]
+        theirs += [Contestant(peer.name, backward(peer.function), tolerance=peer.error[dtype]) for peer in present]
         floor: Callable[[], object] = words.clone  # fresh memory, which a gradient is
         moved = 2
     else:
@@ -145,7 +122,7 @@ def case(dtype: torch.dtype, name: str, *, tokens: int, vocabulary: int, full: b
             Contestant(
                 peer.name, functools.partial(run_of, peer.function), peer.goals.get(name), tolerance=peer.error[dtype]
             )
-            for peer in fitting
+            for peer in present
         ]
         floor, moved = (lambda: (words.sum(), words.clone())), 3
         if name == "both":
@@ -170,7 +147,6 @@ def case(dtype: torch.dtype, name: str, *, tokens: int, vocabulary: int, full: b
         peers=theirs,
         floor=floor,
         truth=None if full else functools.partial(_truth, logits, targets, of_logp, of_entropy),
-        left_out=left_out,
     )
 
 
@@ -183,36 +159,20 @@ def _truth(logits: torch.Tensor, targets: torch.Tensor, of_logp: torch.Tensor, o
     return {"logp": logp.detach(), "entropy": entropy.detach(), "grad": grad}
 
 
-DIRECTIONS = ("forward", "backward", "both")
-HEADLINE = (torch.float32, 1024, 32_000, DIRECTIONS)
-SIZES = (HEADLINE, (torch.bfloat16, 256, 151_936, DIRECTIONS), (torch.float32, 64, 128_256, DIRECTIONS))
-# Minutes each: a call of a peer takes many seconds.
-LARGE = (
-    (torch.bfloat16, 1024, 151_936, ("both",)),
-    (torch.float32, 4096, 32_000, ("both",)),
-    (torch.float32, 8192, 32_000, ("forward",)),
-    (torch.bfloat16, 65_536, 32_000, ("forward",)),
-)
+HEADLINE = (torch.float32, 1024, 32_000)
+SIZES = (HEADLINE, (torch.bfloat16, 256, 151_936), (torch.float32, 64, 128_256))
 
 
-def plans_of(sizes: Sequence[Any]) -> list[Plan]:
+def plans(quick: bool) -> list[Plan]:
     return [
         Plan(
             f"logprobs {name} {str(dtype).removeprefix('torch.')} {tokens} x {vocabulary}",
             functools.partial(case, dtype, name), {"tokens": tokens, "vocabulary": vocabulary},
             {"tokens": 7, "vocabulary": 1002},
         )
-        for dtype, tokens, vocabulary, names in sizes
-        for name in names
+        for dtype, tokens, vocabulary in ((HEADLINE,) if quick else SIZES)
+        for name in ("forward", "backward", "both")
     ]  # fmt: skip
-
-
-def plans(quick: bool) -> list[Plan]:
-    return plans_of([HEADLINE] if quick else SIZES)
-
-
-def large() -> list[Plan]:
-    return plans_of(LARGE)
 
 
 test_logprobs = small_test(plans(quick=False))

@@ -6,6 +6,7 @@ import functools
 import inspect
 from typing import Any
 
+import bench_gates
 import peers_presets as peers
 import torch
 from bench_gates import STATISTICS, TOKEN_GATE, some_advantages
@@ -120,25 +121,9 @@ def making(name: str, batch: hpo.PackedBatch, data: Rows) -> Any:
     return made
 
 
-def exact(value: Any) -> Any:
-    """In float64, whatever holds the tensors."""
-    if isinstance(value, GateInputs):
-        return GateInputs(*map(exact, value))
-    if type(value) is tuple:
-        return tuple(map(exact, value))
-    if isinstance(value, dict):
-        return {name: exact(each) for name, each in value.items()}
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
 def truth(gate: RatioGate, data: Rows, batch: hpo.PackedBatch, options: dict[str, Any] | None = None) -> Tensors:
     """The float64 definition."""
-    options = given(gate, data) if options is None else options
-    result = hpo.policy_loss_and_grad(
-        data.logp.double(), data.old_logp.double(), data.advantages.double(), batch, gate,
-        weights=data.weights.double(), backend="reference", **exact(options),
-    )  # fmt: skip
-    return {"loss": result.loss, "grad": result.grad}
+    return bench_gates.truth(gate, data, batch, **(given(gate, data) if options is None else options))
 
 
 def tensors_in(options: dict[str, Any]) -> list[torch.Tensor]:

@@ -20,11 +20,12 @@ from typing import Any
 
 from matplotlib import pyplot
 
+from hpo_core.plot.canvas import BLUE, GREEN, ORANGE, PURPLE, RED, SKY
+
 pyplot.switch_backend("agg")
 
 ROOT = Path(__file__).parents[1]
-# Okabe and Ito's colours, which readers with any colour vision tell apart; a control is black and dashed.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9")
+COLOURS = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY)  # a control is black and dashed
 SMOOTHED = 10
 
 Curves = dict[str, list[list[float]]]  # for each kind of run the curves of its seeds

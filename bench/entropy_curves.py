@@ -3,7 +3,8 @@
     python bench/entropy_curves.py [--seeds 0 1 2 --steps 400 --output bench/results]
 
 All runs of a seed start from one model after its warm start, with one state of the random numbers. The control selects
-a fifth of the tokens, as forking_tokens does, without looking at their entropy.
+a fifth of the tokens, as forking_tokens does, without looking at their entropy. The curves are kept in
+entropy_curves.json, which bench/curve_pictures.py draws.
 """
 
 from __future__ import annotations
@@ -41,27 +42,6 @@ def curves_of(seed: int, steps: int) -> dict[str, dict[str, object]]:
     return curves
 
 
-def draw(results: list[dict[str, dict[str, object]]], path: Path) -> None:
-    """Means over seeds, rewards smoothed over ten rollouts."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
-    for name in demo.ENTROPIES:
-        for axis, key, width in ((axes[0], "rewards", 10), (axes[1], "entropies", 10)):
-            mean = torch.tensor([curves[name][key] for curves in results]).mean(0)
-            smooth = mean.unfold(0, min(width, len(mean)), 1).mean(1)
-            axis.plot(smooth, label=name, linestyle="--" if name == "random" else "-")
-    axes[0].set(title="reward of rollouts, mean of ten", xlabel="rollout", ylim=(0, 1))
-    axes[1].set(title="entropy per token (nats), mean of ten", xlabel="optimiser step", ylim=(0, None))
-    axes[0].legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="which (default: 0 1 2)")
@@ -82,7 +62,6 @@ def main() -> None:
     for name in demo.ENTROPIES:
         means = [mean_and_error([curves[name][column] for curves in results.values()]) for column in columns]
         print(f"{name:<16}" + "".join(f"{mean:>14.3f} ± {error:.3f}" for mean, error in means))
-    draw(list(results.values()), options.output / "entropy_curves.png")
 
 
 if __name__ == "__main__":

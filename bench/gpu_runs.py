@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import bench_gates as gates
 import bench_presets as presets
+import peers_advantages
 import peers_gates
 import peers_logprobs
 import peers_presets
@@ -83,10 +84,7 @@ def preset_on(device: str, name: str, rows: int, length: int, ragged: bool) -> t
 
 def loss_of_preset(name: str, data: Rows, batch: hpo.PackedBatch, backend: str) -> Callable[[], Tensors]:
     gate = presets.PRESETS[name]
-    options = {**presets.given(gate, data), "weights": data.weights, "backend": backend}
-    return differentiated(
-        data.logp, lambda leaf: hpo.policy_loss(leaf, data.old_logp, data.advantages, batch, gate, **options).loss
-    )
+    return gates.with_autograd(gate, data, batch, weights=data.weights, backend=backend, **presets.given(gate, data))
 
 
 def every_preset(backend: str) -> Iterator[Run]:
@@ -272,18 +270,9 @@ def values_of(tokens: int, device: str, kind: torch.dtype) -> tuple[torch.Tensor
 def peers_of_others(tokens: int) -> Iterator[Run]:
     """In rows and groups of one length, as a padded trainer has them."""
     entropy, rewards, ids = values_of(tokens, "cuda", torch.float32)
-
-    def normalised() -> Tensors:
-        size = tokens // 8
-        count = torch.bincount(ids, minlength=size).float()
-        mean = torch.zeros(size, device="cuda").index_add_(0, ids, rewards) / count
-        centred = rewards - mean[ids]
-        variance = torch.zeros(size, device="cuda").index_add_(0, ids, centred.square()) / (count - 1)
-        return {"value": centred / (variance.sqrt()[ids] + 1e-4)}
-
     kept = tokens // 5
     calls: dict[str, tuple[Callable[[], Tensors], int]] = {
-        "group_normalise": (normalised, 16),
+        "group_normalise": (lambda: {"value": peers_advantages.scatter(rewards, ids, tokens // 8)}, 16),
         "order_statistic": (lambda: {"value": entropy.kthvalue(tokens - kept + 1).values}, 4),
         "order_statistics": (lambda: {"value": entropy.view(-1, 100).quantile(0.8, dim=-1)}, 4),
         "select_exact": (lambda: {"value": entropy.topk(kept).indices}, 5),

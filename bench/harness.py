@@ -82,7 +82,6 @@ class Case:
     floor: Callable[[], object]  # streams the same bytes
     truth: Callable[[], Tensors] | None = None  # the float64 reference; for small sizes
     cold: bool = False  # caches are evicted before every call
-    left_out: list[str] = field(default_factory=list)  # contestants that do not fit, and the memory that they need
 
 
 class Plan(NamedTuple):
@@ -137,7 +136,6 @@ class Outcome:
     case: str
     rows: list[Row] = field(default_factory=list)
     failure: str = ""
-    left_out: list[str] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------------------------------------------------- correctness
@@ -237,7 +235,7 @@ def measure(plan: Plan, seconds: float) -> Outcome:
             row.goal = contestant.goal.verdict(row, [timing, *timings[:2]])
         rows.append(row)
     rows[1].launches = launches(plan)
-    return Outcome(case.name, rows, left_out=case.left_out)
+    return Outcome(case.name, rows)
 
 
 def _first_call(contestant: Contestant) -> float:

@@ -14,10 +14,11 @@ EPS = 1e-6
 
 def scatter(rewards: torch.Tensor, ids: torch.Tensor, groups: int) -> torch.Tensor:
     """A clean implementation for ids that count 0, 1, ...: two passes of sums per group."""
-    count = torch.zeros(groups).index_add(0, ids, torch.ones_like(rewards))
-    mean = torch.zeros(groups).index_add(0, ids, rewards) / count
+    zeros = rewards.new_zeros(groups)
+    count = zeros.index_add(0, ids, torch.ones_like(rewards))
+    mean = zeros.index_add(0, ids, rewards) / count
     centred = rewards - mean[ids]
-    variance = torch.zeros(groups).index_add(0, ids, centred.square()) / (count - 1)
+    variance = zeros.index_add(0, ids, centred.square()) / (count - 1)
     return centred / (variance.sqrt()[ids] + EPS)
 
 

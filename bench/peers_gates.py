@@ -7,8 +7,8 @@ Liger's Triton kernels are absent: they need a GPU, and the interpreter would no
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -207,22 +207,36 @@ def compiled_packed(objective: Objective, batch: Packed) -> Run:
 # -------------------------------------------------------------------------------------------------- trainers' functions
 
 
+def verl_loss(
+    name: str,
+    batch: Any,
+    mode: str,
+    fields: Mapping[str, float],
+    policy_loss: Mapping[str, float] = MappingProxyType({}),
+    **given: torch.Tensor,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A loss of verl's registry on ``[B, L]``, with these fields of its ActorConfig and of that's policy_loss."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    settings = PolicyLossConfig(loss_mode=name, **policy_loss)
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=settings, **fields)
+    loss_fn, mask = get_policy_loss_fn(name), batch.mask.long()
+    advantages = batch.advantages[:, None].expand(batch.logp.shape).contiguous()
+    return lambda leaf: loss_fn(batch.old_logp, leaf, advantages, mask, mode, config, **given)[0]
+
+
 def verl(objective: Objective, batch: Padded) -> Run:
-    from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
-    from verl.workers.config import ActorConfig
+    from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 
     names = {"reinforce": "gpg", "ppo_clip": "vanilla", "dapo": "vanilla", "cispo": "cispo", "gspo_token": "gspo"}
-    loss_fn = get_policy_loss_fn(names.get(objective.gate, objective.gate))
     low = 1.0 if objective.gate == "cispo" else objective.low  # its lower bound is 1 - low; there is none here
-    config = ActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=low, clip_ratio_high=objective.high
-    )
     mode = "seq-mean-token-mean" if objective.of_sequences else "token-mean"
-    mask = batch.mask.long()
-    advantages = batch.advantages[:, None].expand(batch.logp.shape).contiguous()
+    fields = {"clip_ratio_low": low, "clip_ratio_high": objective.high}
+    policy_loss, mask = verl_loss(names.get(objective.gate, objective.gate), batch, mode, fields), batch.mask.long()
 
     def loss_of(leaf: torch.Tensor) -> torch.Tensor:
-        loss, _ = loss_fn(batch.old_logp, leaf, advantages, mask, mode, config)
+        loss = policy_loss(leaf)
         if objective.beta:
             penalty = kl_penalty(leaf, batch.ref_logp, "low_var_kl")
             loss = loss + objective.beta * agg_loss(penalty, mask, mode)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from peers_gates import Objective, Run, differentiated, logged
+from peers_gates import Objective, Run, differentiated, logged, verl_loss
 
 INF = math.inf
 LOGGED = Objective("ppo_clip", 0.2, 0.2)  # the bounds beyond which tokens are counted
@@ -416,22 +416,10 @@ VERL = {
 
 
 def verl(peer: Verl, rows: Rows, mode: str) -> Run:
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-    from verl.workers.config import ActorConfig, PolicyLossConfig
 
-    settings = PolicyLossConfig(loss_mode=peer.name, **peer.policy_loss)
-    config = ActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=settings, **peer.fields
-    )
-    loss_fn, mask = get_policy_loss_fn(peer.name), rows.mask.long()
-    advantages = rows.advantages[:, None].expand(rows.logp.shape).contiguous()
     given: dict[str, torch.Tensor] = {}
     if peer.rollout is not None:
-        level, threshold = peer.rollout
         drift = rows.old_logp - rows.rollout_logp
-        given["rollout_is_weights"], _ = compute_rollout_correction_weights(drift, mask, level, threshold)
-
-    return differentiated(
-        rows.logp, lambda leaf: loss_fn(rows.old_logp, leaf, advantages, mask, mode, config, **given)[0]
-    )
+        given["rollout_is_weights"], _ = compute_rollout_correction_weights(drift, rows.mask.long(), *peer.rollout)
+    return differentiated(rows.logp, verl_loss(peer.name, rows, mode, peer.fields, peer.policy_loss, **given))

@@ -67,7 +67,7 @@ def table(outcome: Outcome) -> str:
     text = [_line(line, widths) for line in (COLUMNS, *lines)]
     launches = next((f", {row.launches} launches on cuda" for row in outcome.rows if row.launches is not None), "")
     head = f"\n{outcome.case} ({outcome.rows[0].intensity:.2g} FLOP/byte, load {outcome.rows[0].load:.1f}{launches})"
-    return "\n".join([head, *text, *(f"  left out: {each}" for each in outcome.left_out)])
+    return "\n".join([head, *text])
 
 
 def cells(row: Row) -> tuple[str, ...]:

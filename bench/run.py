@@ -29,7 +29,6 @@ from harness import Outcome, available, ceilings, measure
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the headline cases, under 90 s")
-    parser.add_argument("--large", action="store_true", help="log-probabilities of up to 65,536 tokens, too: an hour")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).with_name("results"), help="folder for JSON, CSV and picture"
@@ -43,8 +42,6 @@ def main() -> int:
         bench_segments, bench_logprobs, bench_linear_logprobs,
     )  # fmt: skip
     plans = [plan for module in modules for plan in module.plans(arguments.quick)]
-    if arguments.large:
-        plans += [*bench_logprobs.large(), *bench_linear_logprobs.large()]
     names = dict.fromkeys(plan.name for plan in plans)
     plans = [plan for plan in plans if arguments.only in plan.name]
     if not plans:

@@ -17,23 +17,48 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 KINDS = ("GRPOTrainer", "HPOTrainer")
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {
-        "completions": 2, "length": 512, "prompt": 16, "hidden": 256, "layers": 2, "vocabulary": 151_936, "steps": 3,
-        "repeats": 3, "iterations": 2,
-    }.items():  # fmt: skip
+def parser_of(description: str, **sizes: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes |= {"length": 512, "hidden": 256, "layers": 2, "vocabulary": 151_936, "steps": 3, "repeats": 3}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--beta", type=float, default=0.04, help="of the penalty that needs the reference policy")
-    parser.add_argument("--kind", choices=KINDS, help="run this trainer in this process")
-    return parser.parse_args()
+    return parser
+
+
+def alternating(
+    script: str, option: str, kinds: Sequence[str], repeats: int, environment: Mapping[str, str] | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """The last lines of the script's output, of each kind in turn and each in a process of its own."""
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    for _ in range(repeats):
+        for kind in kinds:
+            command = [sys.executable, script, option, kind, *sys.argv[1:]]
+            run = subprocess.run(command, capture_output=True, text=True, env=environment)
+            if run.returncode:
+                raise SystemExit(run.stderr[-4000:])
+            results[kind].append(json.loads(run.stdout.splitlines()[-1]))
+    return results
+
+
+def small_model(options: argparse.Namespace, positions: int) -> Any:
+    """A small transformer with a real vocabulary."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=options.vocabulary, hidden_size=options.hidden, intermediate_size=2 * options.hidden,
+        num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        max_position_embeddings=positions, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
 
 
 def megabytes(field: str) -> float:
@@ -82,13 +107,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import trl
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=options.vocabulary, hidden_size=options.hidden, intermediate_size=2 * options.hidden,
-        num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-        max_position_embeddings=options.prompt + options.length, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = small_model(options, options.prompt + options.length)
     words = {f"w{at}": at for at in range(options.vocabulary)}
     vocabulary = Tokenizer(models.WordLevel(words, unk_token="w3"))
     vocabulary.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -164,18 +183,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = arguments()
+    parser = parser_of(__doc__, completions=2, prompt=16, iterations=2)
+    parser.add_argument("--beta", type=float, default=0.04, help="of the penalty that needs the reference policy")
+    parser.add_argument("--kind", choices=KINDS, help="run this trainer in this process")
+    options = parser.parse_args()
     if options.kind:
         print(json.dumps(measure(options)))
         return
-    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    for _ in range(options.repeats):
-        for kind in KINDS:
-            command = [sys.executable, __file__, "--kind", kind, *sys.argv[1:]]
-            run = subprocess.run(command, capture_output=True, text=True)
-            if run.returncode:
-                raise SystemExit(run.stderr[-4000:])
-            results[kind].append(json.loads(run.stdout.splitlines()[-1]))
+    results = alternating(__file__, "--kind", KINDS, options.repeats)
     parts = list(results[KINDS[0]][0]["seconds"])
     print(f"{'':26}" + "".join(f"{kind:>14}" for kind in KINDS) + f"{'ratio':>8}")
     for part in [*parts, "peak memory, MB"]:

@@ -13,32 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from trl_step import megabytes
+from trl_step import alternating, megabytes, parser_of, small_model
 
 HEADS = ("eager", "torch", "hpo_core_logits", "hpo_core")
 TESTS = Path(__file__).parents[1] / "tests"
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {
-        "rows": 2, "length": 512, "hidden": 256, "layers": 2, "vocabulary": 151_936, "steps": 3, "repeats": 3,
-    }.items():  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--head", choices=HEADS, help="run this head in this process")
-    return parser.parse_args()
-
-
 def engine_of(options: argparse.Namespace, folder: str) -> Any:
     import torch
-    import transformers
     from verl.models.transformers import monkey_patch
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -46,13 +33,7 @@ def engine_of(options: argparse.Namespace, folder: str) -> Any:
 
     monkey_patch.is_trl_available = lambda: False  # verl 0.9.1 asks TRL for a class that newer ones lack
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=options.vocabulary, hidden_size=options.hidden, intermediate_size=2 * options.hidden,
-        num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-        max_position_embeddings=options.length, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    small_model(options, options.length).save_pretrained(folder)
     model = HFModelConfig(
         path=folder, load_tokenizer=False, enable_gradient_checkpointing=False, use_remove_padding=True,
         use_fused_kernels=options.head != "eager", fused_kernel_options={"impl_backend": options.head},
@@ -113,7 +94,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = arguments()
+    parser = parser_of(__doc__, rows=2)
+    parser.add_argument("--head", choices=HEADS, help="run this head in this process")
+    options = parser.parse_args()
     if options.head:
         print(json.dumps(measure(options)))
         return
@@ -122,14 +105,7 @@ def main() -> None:
         "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
-    results: dict[str, list[dict[str, Any]]] = {head: [] for head in HEADS}
-    for _ in range(options.repeats):
-        for head in HEADS:
-            command = [sys.executable, __file__, "--head", head, *sys.argv[1:]]
-            run = subprocess.run(command, capture_output=True, text=True, env=environment)
-            if run.returncode:
-                raise SystemExit(run.stderr[-4000:])
-            results[head].append(json.loads(run.stdout.splitlines()[-1]))
+    results = alternating(__file__, "--head", HEADS, options.repeats, environment)
     print(f"{'':36}" + "".join(f"{head:>17}" for head in HEADS))
     for part in results["eager"][0]:
         for at, unit in enumerate(("seconds", "MB beyond what is resident")):

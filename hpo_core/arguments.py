@@ -122,19 +122,28 @@ def _are_numbers(value: Any) -> bool:
 
 def _examiner_of(name: str, annotation: str, function: Callable[..., Any]) -> Callable[[str, Any], Any] | None:
     """The function that examines an argument with this annotation; None if nothing does."""
-    if annotation in _OF_ANNOTATION:
-        return _OF_ANNOTATION[annotation]
     if name == "self":
         return _examined_self
-    kind, _, rest = annotation.partition(" | ")
-    if kind in _NUMBERS and rest in ("", "None"):
-        return functools.partial(_examined_number, kind, rest == "None")
-    if kind in _PAIRS:
-        return functools.partial(_examined_pair, _PAIRS[kind], rest == "None")
     kind = annotation.removesuffix(" | None")
-    if kind in _INSTANCES:
-        return functools.partial(_examined_instance, function, kind, kind != annotation)
-    return None
+    is_optional = kind != annotation
+    if kind in _NUMBERS:
+        return functools.partial(_examined_number, kind, is_optional)
+    if kind in _PAIRS:
+        examiner: Callable[[str, Any], Any] | None = functools.partial(_examined_pair, _PAIRS[kind])
+    elif kind in _INSTANCES:
+        examiner = functools.partial(_examined_instance, function, kind)
+    else:
+        examiner = _OF_ANNOTATION.get(kind)
+    return functools.partial(_examined_if_given, examiner) if is_optional and examiner is not None else examiner
+
+
+def _examined_if_given(examiner: Callable[[str, Any], Any], name: str, value: Any) -> Any:
+    return None if value is None else examiner(name, value)
+
+
+def _examined_by(rule: Callable[[str, Any], None], name: str, value: Any) -> Any:
+    rule(name, value)
+    return value
 
 
 # Classes of arguments, named tuples with their tensors among them.
@@ -218,12 +227,6 @@ def check_flag(name: str, value: Any) -> None:
     require_type(False, "{}: expected True or False, got {!r}{}", name, value, fix)
 
 
-def _examined_flag(is_optional: bool, name: str, value: Any) -> Any:
-    if not is_optional or value is not None:
-        check_flag(name, value)
-    return value
-
-
 def check_pair(name: str, value: Any, meaning: str) -> None:
     is_pair = isinstance(value, tuple | list) and len(value) == 2
     require_type(is_pair, "{}: expected a pair {}, got {!r}", name, meaning, value)
@@ -241,26 +244,12 @@ def check_group(name: str, group: Any) -> None:
     )
 
 
-def _examined_group(name: str, value: Any) -> Any:
-    if value is not None:
-        check_group(name, value)
-    return value
-
-
-def _examined_pair(kind: str, is_optional: bool, name: str, value: Any) -> Any:
-    if is_optional and value is None:
-        return value
+def _examined_pair(kind: str, name: str, value: Any) -> Any:
     check_pair(name, value, f"of {_NAMES[kind].split()[-1]}s")
     return tuple(_examined_number(kind, False, f"{name}[{at}]", each) for at, each in enumerate(value))
 
 
-def _examined_if_given(name: str, value: Any) -> Any:
-    return None if value is None else examined(name, value)
-
-
 def _examined_tensors(name: str, value: Any) -> Any:
-    if value is None:
-        return None
     check_pair(name, value, "of tensors")
     return tuple(examined(f"{name}[{at}]", each) for at, each in enumerate(value))
 
@@ -305,9 +294,7 @@ def _examined_sequence(name: str, value: Any) -> Any:
     ]
 
 
-def _examined_instance(function: Any, kind: str, is_optional: bool, name: str, value: Any) -> Any:
-    if is_optional and value is None:
-        return value
+def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
     kind_of = function.__globals__[kind]  # looked up at each call: this module cannot import it
     got = value if inspect.isroutine(value) else type(value)
     require_type(isinstance(value, kind_of), "{}: expected a {}, got {}", name, kind, got)
@@ -316,14 +303,12 @@ def _examined_instance(function: Any, kind: str, is_optional: bool, name: str, v
 
 _OF_ANNOTATION: dict[str, Callable[[str, Any], Any]] = {
     "torch.Tensor": examined,
-    "torch.Tensor | None": _examined_if_given,
-    "tuple[torch.Tensor, torch.Tensor] | None": _examined_tensors,
+    "tuple[torch.Tensor, torch.Tensor]": _examined_tensors,
     "Sequence[torch.Tensor]": _examined_sequence,
     "Sequence[Term]": _examined_sequence,
     "Total": _examined_parts,
-    "bool": functools.partial(_examined_flag, False),
-    "bool | None": functools.partial(_examined_flag, True),
-    "ProcessGroup | None": _examined_group,
-    "torch.distributed.ProcessGroup | None": _examined_group,
+    "bool": functools.partial(_examined_by, check_flag),
+    "ProcessGroup": functools.partial(_examined_by, check_group),
+    "torch.distributed.ProcessGroup": functools.partial(_examined_by, check_group),
     "torch.Tensor | Sequence[int]": _examined_integers,
 }

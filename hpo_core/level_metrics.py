@@ -172,13 +172,13 @@ class LevelMetrics:
 
 
 def observed_levels(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, exchange: SegmentExchange, tokens: torch.Tensor
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, exchange: SegmentExchange | None, tokens: torch.Tensor
 ) -> LevelMetrics:
     """The metrics of the call whose sums ``exchange`` has seen; ``tokens``: the number of its valid tokens, 0-dim.
 
     Tensors per token are read for two things only: the mask, once per batch, and the signs of advantages per token.
     """
-    assert inputs.ancestors is not None
+    assert inputs.ancestors is not None and exchange is not None  # a call that reports levels makes both
     units = tuple(level.unit for level in spec.levels)
     (sums, one), counted = exchange.seen, _tokens_by_sign(inputs, exchange.batch, units)
     count = sums[..., 0].double()

@@ -21,8 +21,8 @@ from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
 from .prepared import PolicyLossOptions, Prepared, Report, check_options, prepare
-from .segment_exchange import SegmentExchange, has_ids
-from .specs import PolicyLossInputs, PolicyLossSpec
+from .segment_exchange import has_ids
+from .specs import PolicyLossInputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -178,7 +178,7 @@ def policy_loss_and_grad(
     else:
         loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
     metrics = observed(vector, process_group)
-    levels = _levels(inputs, spec, metrics, exchange) if wants_levels else None
+    levels = observed_levels(inputs, spec, exchange, metrics["tokens"]) if wants_levels else None
     return PolicyLossAndGrad(loss, metrics, grad, levels, corrections)
 
 
@@ -301,17 +301,10 @@ def _run(prepared: Prepared, process_group: torch.distributed.ProcessGroup | Non
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, wants_tokens, exchange)
     metrics = observed(vector, process_group)
-    levels = _levels(inputs, spec, metrics, exchange) if wants_levels else None
+    levels = observed_levels(inputs, spec, exchange, metrics["tokens"]) if wants_levels else None
     of_tokens = tokens.reshape(inputs.logp.shape) if wants_tokens else None
     return PolicyLoss(loss, metrics, of_tokens, levels, corrections)
 
 
 def _copy_of_inference(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
-
-
-def _levels(
-    inputs: PolicyLossInputs, spec: PolicyLossSpec, metrics: Metrics, exchange: SegmentExchange | None
-) -> LevelMetrics:
-    assert exchange is not None  # level metrics always make one
-    return observed_levels(inputs, spec, exchange, metrics["tokens"])

@@ -10,6 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 import bench_advantages
+import bench_corrections
 import bench_entropy
 import bench_gates
 import bench_hierarchy
@@ -23,8 +24,8 @@ import peers_presets
 from harness import check
 
 MODULES = (
-    bench_advantages, bench_entropy, bench_gates, bench_hierarchy, bench_linear_logprobs, bench_logprobs, bench_losses,
-    bench_presets, bench_segments,
+    bench_advantages, bench_corrections, bench_entropy, bench_gates, bench_hierarchy, bench_linear_logprobs,
+    bench_logprobs, bench_losses, bench_presets, bench_segments,
 )  # fmt: skip
 
 

@@ -37,9 +37,7 @@ def _correction(*arguments: Any) -> Any:
     *tensors, statistic, reduction, action, of_segments, strict, bounds, backend = arguments
     inputs = PolicyLossInputs(*tensors)
     low, high = (bounds[0], bounds[1]), (bounds[2], bounds[3])
-    spec = CorrectionSpec(
-        Statistic(statistic), Reduction(reduction), Action(action), of_segments, strict, low, high
-    )  # fmt: skip
+    spec = CorrectionSpec(Statistic(statistic), Reduction(reduction), Action(action), of_segments, strict, low, high)
     return resolve("corrections", inputs.logp, backend or None).correction(inputs, spec)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ..checks import check, check_dtype
 from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, WindowAggregate
-from .library import check_offsets, check_operand, define, handed_on, numbers_of, register, run
+from .library import check_fraction, check_offsets, check_operand, define, handed_on, numbers_of, register, run
 
 
 def window_score(
@@ -125,12 +125,7 @@ def _check_window(*arguments: Any) -> None:
 
 def _check_quantile(*arguments: Any) -> None:
     values, numerator, denominator, rule, mask, cu_seqlens, backend = arguments
-    check(
-        0 <= numerator <= denominator and denominator > 0,
-        "numerator: expected a fraction in [0, 1], got {} / {}",
-        numerator,
-        denominator,
-    )
+    check_fraction(numerator, denominator)
     check(rule in INDEX_RULES, "rule: expected one of an index (LINEAR is of order_statistics), got {}", rule)
     _check_scores(values, mask, cu_seqlens, backend)
 

@@ -198,6 +198,15 @@ def check_offsets(name: str, offsets: torch.Tensor | None, like: tuple[str, torc
         check_operand(name, offsets, offsets.shape, (torch.int64,), like)
 
 
+def check_fraction(numerator: int, denominator: int) -> None:
+    check(
+        0 <= numerator <= denominator and denominator > 0,
+        "numerator: expected a fraction in [0, 1], got {} / {}",
+        numerator,
+        denominator,
+    )
+
+
 def numbers_of(backend: str) -> tuple[torch.dtype, ...]:
     """The dtypes that a backend computes with."""
     return (torch.float32, torch.float64) if backend == "reference" else (torch.float32,)

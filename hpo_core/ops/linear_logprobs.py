@@ -458,11 +458,9 @@ def _operator_gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: A
     return _gradient(ctx, logp_gradient, entropy_gradient, apply)
 
 
-def _second(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(SECOND_DERIVATIVE)
-
-
 register("linear_token_logprobs", _forward_operator, _forward_fake, _check_forward)
 register("linear_token_logprobs_backward", _backward_operator, _backward_fake, _check_backward)
 torch.library.register_autograd("hpo_core::linear_token_logprobs", _operator_gradient, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd("hpo_core::linear_token_logprobs_backward", _second, lib=LIBRARY)
+torch.library.register_autograd(
+    "hpo_core::linear_token_logprobs_backward", raising(RuntimeError, SECOND_DERIVATIVE), lib=LIBRARY
+)

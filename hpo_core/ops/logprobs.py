@@ -218,10 +218,6 @@ def _operator_gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: A
     return gradient(ctx, logp_gradient, entropy_gradient, OPERATORS.token_logprobs_backward)
 
 
-def _second(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(SECOND_DERIVATIVE)
-
-
 register("token_logprobs", _forward_operator, _forward_fake, _check_forward, strided=("logits",))
 register(
     "token_logprobs_backward",
@@ -231,4 +227,6 @@ register(
     strided=("logits",),
 )
 torch.library.register_autograd("hpo_core::token_logprobs", _operator_gradient, setup_context=save, lib=LIBRARY)
-torch.library.register_autograd("hpo_core::token_logprobs_backward", _second, lib=LIBRARY)
+torch.library.register_autograd(
+    "hpo_core::token_logprobs_backward", raising(RuntimeError, SECOND_DERIVATIVE), lib=LIBRARY
+)

@@ -9,7 +9,7 @@ import torch
 from ..backends import resolve
 from ..checks import check, check_dtype
 from ..specs import OrderRule, Scopes
-from .library import OPERATORS, check_offsets, check_operand, define, is_traced, numbers_of, register
+from .library import OPERATORS, check_fraction, check_offsets, check_operand, define, is_traced, numbers_of, register
 
 _TOKENS_OF_SEGMENT = 4096
 
@@ -145,12 +145,7 @@ def _check_scopes(
 
 def _check_quantiles(*arguments: Any) -> None:
     values, segments, scope_of_segment, scopes, numerator, denominator, rule, mask, backend = arguments
-    check(
-        0 <= numerator <= denominator and denominator > 0,
-        "numerator: expected a fraction in [0, 1], got {} / {}",
-        numerator,
-        denominator,
-    )
+    check_fraction(numerator, denominator)
     check(
         rule != OrderRule.LINEAR or denominator <= 2**31,
         "denominator: expected at most 2^31 for an interpolation, got {}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -14,11 +15,10 @@ from .examples import MaskExample, ScoresExample, WindowExample
 from .expected import expect_window
 from .promises import UNWRITTEN, Run, promise, same, shifted, strided
 
-# -------------------------------------------------------------------------------------------------------------- windows
+Example = WindowExample | MaskExample | ScoresExample
 
-
-def _changed_values(example: WindowExample, where: torch.Tensor, value: float) -> WindowExample:
-    return example._replace(values=torch.where(where, value, example.values))
+_ALL = "window_mean window_mask order_statistic quantile"
+_OUTPUT = {WindowExample: "the score", MaskExample: "the mask", ScoresExample: "the threshold"}
 
 
 @promise("window_mean", "exact")
@@ -27,16 +27,40 @@ def _(run: Run, example: WindowExample) -> float:
     return assert_within_budget(rule, run(example), expect_window(example))
 
 
-@promise("window_mean", "deterministic")
-def _(run: Run, example: WindowExample) -> None:
-    same("the score", run(example), run(example), "in a second run")
+@promise("window_mask", "exact, ties included")
+def _(run: Run, example: MaskExample) -> None:
+    _state, expected = example.window.fit_apply(example.entropy.double(), example.batch, backend="reference")
+    same("the mask", run(example), expected, f"(window {example.window.name!r})")
 
 
-@promise("window_mean", "strides are honoured")
-def _(run: Run, example: WindowExample) -> None:
+@promise("order_statistic quantile", "exact, ties included")
+def _(run: Run, example: ScoresExample) -> None:
+    same("the threshold", run(example), order_statistic(*example)[0], f"(rule {example.rule.name})")
+
+
+@promise(_ALL, "deterministic")
+def _(run: Run, example: Example) -> None:
+    same(_OUTPUT[type(example)], run(example), run(example), "in a second run")
+
+
+@promise(_ALL, "strides are honoured")
+def _(run: Run, example: Example) -> None:
     before = run(example)
-    same("the score", run(example._replace(values=strided(example.values))), before, "where values have stride 2")
-    same("the score", run(example._replace(values=shifted(example.values))), before, "where values are not aligned")
+    for change, where in ((strided, "where inputs have stride 2"), (shifted, "where inputs begin off alignment")):
+        changed: dict[str, Any] = {example._fields[0]: change(example[0])}
+        same(_OUTPUT[type(example)], run(example._replace(**changed)), before, where)
+
+
+@promise(_ALL, UNWRITTEN)
+def _(run: Run, example: Example) -> None:
+    run(example)
+
+
+# -------------------------------------------------------------------------------------------------------------- windows
+
+
+def _changed_values(example: WindowExample, where: torch.Tensor, value: float) -> WindowExample:
+    return example._replace(values=torch.where(where, value, example.values))
 
 
 @promise("window_mean", "packed: no window crosses a row")
@@ -83,24 +107,6 @@ def _(run: Run, example: WindowExample) -> None:
 # ----------------------------------------------------------------------------------------------------- masks of windows
 
 
-@promise("window_mask", "exact, ties included")
-def _(run: Run, example: MaskExample) -> None:
-    _state, expected = example.window.fit_apply(example.entropy.double(), example.batch, backend="reference")
-    same("the mask", run(example), expected, f"(window {example.window.name!r})")
-
-
-@promise("window_mask", "deterministic")
-def _(run: Run, example: MaskExample) -> None:
-    same("the mask", run(example), run(example), "in a second run")
-
-
-@promise("window_mask", "strides are honoured")
-def _(run: Run, example: MaskExample) -> None:
-    before = run(example)
-    same("the mask", run(example._replace(entropy=strided(example.entropy))), before, "where entropies have stride 2")
-    same("the mask", run(example._replace(entropy=shifted(example.entropy))), before, "where entropies are not aligned")
-
-
 @promise("window_mask", "masked is never read")
 def _(run: Run, example: MaskExample) -> None:
     clean = run(example)
@@ -110,28 +116,6 @@ def _(run: Run, example: MaskExample) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- order statistics
-
-
-@promise("order_statistic quantile", "exact, ties included")
-def _(run: Run, example: ScoresExample) -> None:
-    same("the threshold", run(example), order_statistic(*example)[0], f"(rule {example.rule.name})")
-
-
-@promise("order_statistic quantile", "deterministic")
-def _(run: Run, example: ScoresExample) -> None:
-    same("the threshold", run(example), run(example), "in a second run")
-
-
-@promise("order_statistic quantile", "strides are honoured")
-def _(run: Run, example: ScoresExample) -> None:
-    before = run(example)
-    same("the threshold", run(example._replace(score=strided(example.score))), before, "where scores have stride 2")
-    same("the threshold", run(example._replace(score=shifted(example.score))), before, "where scores are not aligned")
-
-
-@promise("window_mean window_mask order_statistic quantile", UNWRITTEN)
-def _(run: Run, example: WindowExample | MaskExample | ScoresExample) -> None:
-    run(example)
 
 
 @promise("order_statistic quantile", "the order of the scores does not matter")

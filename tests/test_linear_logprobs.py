@@ -492,11 +492,15 @@ def test_extra_memory_is_that_of_a_block(count, vocabulary, dtype):
     def both():
         call(hidden, weight, targets, a, b, block=(rows, columns))
 
+    def capped():
+        call(hidden, weight, targets, a, b, block=(rows, columns), softcap=4.0)
+
     numbers = 4 * count * 100  # so many floats a row are small change
     gradients = (hidden.nbytes + weight.nbytes) + 3 * 4 * count * width
     forward()
     assert extra_bytes(forward) <= 1.1 * block + numbers
     assert extra_bytes(both) <= 1.1 * block + numbers + gradients
+    assert extra_bytes(capped) <= 1.1 * (block + 4 * rows * columns) + numbers + gradients
     assert 1.1 * block + numbers + gradients < 4 * count * vocabulary
 
 

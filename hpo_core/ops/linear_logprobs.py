@@ -266,11 +266,14 @@ def _backward(*arguments: Any) -> list[torch.Tensor | None]:
     known = torch.stack([blocks.padded(each, 0.0) for each in statistics], 1)
     upstreams = [each if each is None else blocks.padded(each, 0.0) for each in (of_logp, of_entropy)]
     gradients = _Gradients(blocks, wanted)
+    memory = blocks.logits
+    if given.softcap is not None:  # its slope is made of the logits, over which the gradient cannot be written
+        memory = functions.uninitialised(memory.shape, memory.dtype, memory.device)
     with torch.autocast(given.hidden.device.type, enabled=False):
         for columns, weight in blocks.of_vocabulary():
             for at, rows, hidden in blocks.of_rows(columns, weight):
                 of_chunk = [each if each is None else each[at] for each in upstreams]
-                into = rows.logits if given.softcap is None else None
+                into = memory[: rows.logits.numel()].view_as(rows.logits)
                 gradient = functions.token_logprobs_backward(rows, known[at], *of_chunk, into)
                 if given.softcap is not None:
                     gradient.addcmul_(gradient, rows.logits.div_(given.softcap).square_(), value=-1.0)  # 1 - tanh^2

@@ -51,9 +51,9 @@ def linear_token_logprobs(
     the gradient of its hidden state depend on that row and the head alone, to the bit. A pass without gradients and one
     with gradients give a ratio of exactly 1.
 
-    Beyond results and gradients, the call allocates one block of logits, one block of the weight if it is 16-bit, and a
-    few numbers per row; the backward also a float32 gradient of the hidden states and, for a 16-bit head, one block of
-    the weight's gradient.
+    Beyond results and gradients, the call allocates one block of logits, on the CPU one block of a 16-bit weight, and
+    less than 1 kB per row; the backward also a float32 gradient of the hidden states, with a softcap a second block of
+    logits, and for a 16-bit head one block of the weight's gradient.
 
     Args:
         hidden: ``[..., D]`` float32, bfloat16 or float16 (the reference takes float64, too).

@@ -106,11 +106,8 @@ def linear_token_logprobs(
         capped,
     )
     targets = places.at_logits(targets)
-    each, number = None, 1.0
-    if isinstance(temperature, torch.Tensor):
-        each = places.at_logits(temperature)
-    else:
-        number = temperature
+    each, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
+    each = None if each is None else places.at_logits(each)
     kept = 3 if entropy else 2
     vocabulary, first, sizes = weight.shape[0], 0, None
     check_shards(process_group, vocabulary_sizes)
@@ -147,7 +144,12 @@ def _check_tensors(
 ) -> None:
     check(hidden.dim() > 0, "hidden: expected shape [..., D], got a number; use hidden[None]")
     check_dtype("hidden", hidden, types, "use hidden.float()")
-    check(weight.dim() == 2, "weight: expected shape [V, D], got {}", list(weight.shape))
+    check(
+        weight.dim() == 2,
+        "weight: expected shape [V, D], got {}; if FSDP or ZeRO holds the head in parts, call it inside the head's own "
+        "forward",
+        list(weight.shape),
+    )
     is_plain = weight.dtype == torch.float64  # others are the codes of a quantised weight
     check_dtype("weight", weight, types, "use weight.float()" if is_plain else "dequantise a quantised weight first")
     check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]), "[V, D] (D that of hidden)")

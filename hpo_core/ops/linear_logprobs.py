@@ -31,6 +31,7 @@ from .library import (
     register,
 )
 from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, merged, shared
+from .logprobs import check_columns, check_upstream, results_like, without_none
 
 SECOND_DERIVATIVE = (
     "hpo_core.linear_token_logprobs: second derivatives are not supported (the backward makes the logits again, and no "
@@ -380,17 +381,6 @@ define(
 )
 
 
-def _forward_operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logp, entropy, statistics = _forward(*arguments, None, None)
-    return logp, logp.new_empty(0) if entropy is None else entropy, statistics
-
-
-def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    targets, kept = arguments[3], arguments[-1]
-    logp = targets.new_empty(targets.shape, dtype=torch.float32)
-    return logp, logp.new_empty(targets.shape if kept > 2 else 0), logp.new_empty((kept, targets.numel()))
-
-
 def _backward_operator(*arguments: Any) -> tuple[torch.Tensor, ...]:
     hidden = arguments[0]
     return tuple(hidden.new_empty(0) if each is None else each for each in _backward(*arguments, None))
@@ -415,13 +405,7 @@ def _check_rows(given: LinearRows, backend: str) -> None:
     check_operand("bias", given.bias, weight.shape[:1], LOGITS, like, "weight's rows")
     check_operand("targets", given.targets, hidden.shape[:1], (torch.int64,), like)
     check_operand("temperatures", given.temperatures, hidden.shape[:1], (torch.float32,), like)
-    check(
-        given.first >= 0 and given.first + weight.shape[0] <= given.vocabulary,
-        "first, vocabulary: expected that the rows of weight lie in the vocabulary, got {} from {} on, of {}",
-        weight.shape[0],
-        given.first,
-        given.vocabulary,
-    )
+    check_columns(given.first, weight.shape[0], given.vocabulary)
     for name in ("chunk", "columns"):
         check(getattr(given, name) > 0, "{}: expected a number above 0, got {}", name, getattr(given, name))
 
@@ -436,16 +420,11 @@ def _check_backward(*arguments: Any) -> None:
     *values, backend, statistics, logp_gradient, entropy_gradient, wanted = arguments
     given = LinearRows(*values)
     _check_rows(given, backend)
-    kept = 2 if statistics.shape[:1] == (2,) else 3
-    check(kept > 2 or entropy_gradient is None, "statistics: expected 3 of each row for an entropy_gradient, got 2")
+    check_upstream(("hidden", given.hidden), given.targets, statistics, logp_gradient, entropy_gradient)
     check(
         logp_gradient is not None or entropy_gradient is not None,
         "logp_gradient, entropy_gradient: expected at least one of them",
     )
-    like = ("hidden", given.hidden)
-    check_operand("statistics", statistics, (kept, given.targets.numel()), (torch.float32,), like)
-    for name, gradient in (("logp_gradient", logp_gradient), ("entropy_gradient", entropy_gradient)):
-        check_operand(name, gradient, given.targets.shape, (torch.float32,), like, "targets")
     check(
         len(wanted) == 3 and not (wanted[2] and given.bias is None),
         "wanted: expected whether the gradients of hidden, weight and bias are wanted, got {} and {}",
@@ -461,11 +440,14 @@ def _operator_gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: A
     return _gradient(ctx, logp_gradient, entropy_gradient, apply)
 
 
-def _second(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(SECOND_DERIVATIVE)
-
-
-register("linear_token_logprobs", _forward_operator, _forward_fake, _check_forward)
+register(
+    "linear_token_logprobs",
+    lambda *arguments: without_none(*_forward(*arguments, None, None)),
+    lambda *arguments: results_like(arguments[3], arguments[-1]),
+    _check_forward,
+)
 register("linear_token_logprobs_backward", _backward_operator, _backward_fake, _check_backward)
 torch.library.register_autograd("hpo_core::linear_token_logprobs", _operator_gradient, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd("hpo_core::linear_token_logprobs_backward", _second, lib=LIBRARY)
+torch.library.register_autograd(
+    "hpo_core::linear_token_logprobs_backward", raising(RuntimeError, SECOND_DERIVATIVE), lib=LIBRARY
+)

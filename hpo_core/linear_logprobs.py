@@ -63,7 +63,8 @@ def linear_token_logprobs(
         temperature: a number above 0, or a floating-point tensor ``[...]``, one for each target; a constant of the
             differentiation.
         ignore_index: rows with this target are not read; their results and gradients are 0. On the CPU these rows, and
-            in the backward rows whose upstream gradients are 0, take part in no product.
+            in the backward rows whose upstream gradients are 0, take part in no product. A GPU multiplies them, since
+            counting them would synchronise: where they are many, as under long prompts, pass the rows that count alone.
         batch: as in :func:`~hpo_core.token_logprobs`: ``targets`` are the tokens themselves, and the results of a token
             come from the hidden state of the token before it in its row; ``hidden`` is ``[T, D]`` or ``[B, L, D]``.
         bias: ``[V]``, added to the products.

@@ -208,7 +208,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
-    """``out = left @ right`` or ``out += left @ right`` in float32."""
+    """``out = left @ right`` or ``out += left @ right`` in float32. Autocast leaves calls with ``out=`` alone."""
     wide: dict[str, Any] = {} if left.dtype is torch.float32 else {"out_dtype": torch.float32}
     lacking, whole = max(_NARROW - right.shape[1], 0), out
     if lacking:
@@ -236,21 +236,18 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.
     zeros = torch.zeros_like(nothing)
     state = LogprobState(nothing, zeros, zeros if kept > 2 else None, nothing)
     together = max(1, blocks.columns // _MERGED)  # never of the number of rows, on which no bit depends
-    with torch.autocast(given.hidden.device.type, enabled=False):
-        for index, (columns, weight) in enumerate(blocks.of_vocabulary()):
-            place = index % together
-            if place == 0:
-                parts, (element, is_here) = [], blocks.places_of_targets(index, index + together)
-            for at, rows, _ in blocks.of_rows(columns, weight):
-                statistics = functions.token_logprobs(rows, kept)[2]
-                parts.append((*statistics.unbind(), rows.logits.take(element[place, at])))
-            if parts and (place == together - 1 or columns.stop == len(given.weight)):
-                top, others, *distance, logit = (
-                    torch.stack(each).view(is_here.shape) for each in zip(*parts, strict=True)
-                )
-                logit = torch.where(is_here, logit, -torch.inf)
-                new = LogprobState(top, others, distance[0] if distance else None, logit)
-                state = merged(state, new, inverse_of_chunks)
+    for index, (columns, weight) in enumerate(blocks.of_vocabulary()):
+        place = index % together
+        if place == 0:
+            parts, (element, is_here) = [], blocks.places_of_targets(index, index + together)
+        for at, rows, _ in blocks.of_rows(columns, weight):
+            statistics = functions.token_logprobs(rows, kept)[2]
+            parts.append((*statistics.unbind(), rows.logits.take(element[place, at])))
+        if parts and (place == together - 1 or columns.stop == len(given.weight)):
+            top, others, *distance, logit = (torch.stack(each).view(is_here.shape) for each in zip(*parts, strict=True))
+            logit = torch.where(is_here, logit, -torch.inf)
+            new = LogprobState(top, others, distance[0] if distance else None, logit)
+            state = merged(state, new, inverse_of_chunks)
     state = mapped(state, blocks.spread)
     if group is not None:
         state = folded(shared(mapped(state, torch.Tensor.float), len(given.weight), group, sizes), inverse)
@@ -270,15 +267,14 @@ def _backward(*arguments: Any) -> list[torch.Tensor | None]:
     memory = blocks.logits
     if given.softcap is not None:  # its slope is made of the logits, over which the gradient cannot be written
         memory = functions.uninitialised(memory.shape, memory.dtype, memory.device)
-    with torch.autocast(given.hidden.device.type, enabled=False):
-        for columns, weight in blocks.of_vocabulary():
-            for at, rows, hidden in blocks.of_rows(columns, weight):
-                of_chunk = [each if each is None else each[at] for each in upstreams]
-                into = memory[: rows.logits.numel()].view_as(rows.logits)
-                gradient = functions.token_logprobs_backward(rows, known[at], *of_chunk, into)
-                if given.softcap is not None:
-                    gradient.addcmul_(gradient, rows.logits.div_(given.softcap).square_(), value=-1.0)  # 1 - tanh^2
-                gradients.add(at, columns, gradient, hidden, weight)
+    for columns, weight in blocks.of_vocabulary():
+        for at, rows, hidden in blocks.of_rows(columns, weight):
+            of_chunk = [each if each is None else each[at] for each in upstreams]
+            into = memory[: rows.logits.numel()].view_as(rows.logits)
+            gradient = functions.token_logprobs_backward(rows, known[at], *of_chunk, into)
+            if given.softcap is not None:
+                gradient.addcmul_(gradient, rows.logits.div_(given.softcap).square_(), value=-1.0)  # 1 - tanh^2
+            gradients.add(at, columns, gradient, hidden, weight)
     return gradients.finished(group)
 
 

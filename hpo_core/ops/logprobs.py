@@ -130,7 +130,7 @@ def gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any = N
     return apply(*rows, backend, statistics, logp_gradient, entropy_gradient, *in_place), *others
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class LogprobsNode(torch.autograd.Function):
     """Keeps the logits and the statistics of their rows."""
 
     @staticmethod
@@ -147,7 +147,7 @@ class _TokenLogprobs(torch.autograd.Function):
     vmap = raising(RuntimeError, VMAP.format("token_logprobs", "pass logits [..., V] and targets [...] as they are"))
 
 
-_apply: Any = _TokenLogprobs.apply
+_apply: Any = LogprobsNode.apply
 _apply_backward = not_differentiable(_backward, SECOND_DERIVATIVE)
 
 # ----------------------------------------------------------------------------------------------------------- operators

@@ -51,9 +51,9 @@ def linear_token_logprobs(
     the gradient of its hidden state depend on that row and the head alone, to the bit. A pass without gradients and one
     with gradients give a ratio of exactly 1.
 
-    Beyond results and gradients, the call allocates one block of logits, one block of the weight if it is 16-bit, and a
-    few numbers per row; the backward also a float32 gradient of the hidden states and, for a 16-bit head, one block of
-    the weight's gradient.
+    Beyond results and gradients, the call allocates one block of logits, on the CPU one block of a 16-bit weight, and
+    less than 1 kB per row; the backward also a float32 gradient of the hidden states, with a softcap a second block of
+    logits, and for a 16-bit head one block of the weight's gradient.
 
     Args:
         hidden: ``[..., D]`` float32, bfloat16 or float16 (the reference takes float64, too).
@@ -63,7 +63,8 @@ def linear_token_logprobs(
         temperature: a number above 0, or a floating-point tensor ``[...]``, one for each target; a constant of the
             differentiation.
         ignore_index: rows with this target are not read; their results and gradients are 0. On the CPU these rows, and
-            in the backward rows whose upstream gradients are 0, take part in no product.
+            in the backward rows whose upstream gradients are 0, take part in no product. A GPU multiplies them, since
+            counting them would synchronise: where they are many, as under long prompts, pass the rows that count alone.
         batch: as in :func:`~hpo_core.token_logprobs`: ``targets`` are the tokens themselves, and the results of a token
             come from the hidden state of the token before it in its row; ``hidden`` is ``[T, D]`` or ``[B, L, D]``.
         bias: ``[V]``, added to the products.
@@ -106,11 +107,8 @@ def linear_token_logprobs(
         capped,
     )
     targets = places.at_logits(targets)
-    each, number = None, 1.0
-    if isinstance(temperature, torch.Tensor):
-        each = places.at_logits(temperature)
-    else:
-        number = temperature
+    each, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
+    each = None if each is None else places.at_logits(each)
     kept = 3 if entropy else 2
     vocabulary, first, sizes = weight.shape[0], 0, None
     check_shards(process_group, vocabulary_sizes)
@@ -147,7 +145,12 @@ def _check_tensors(
 ) -> None:
     check(hidden.dim() > 0, "hidden: expected shape [..., D], got a number; use hidden[None]")
     check_dtype("hidden", hidden, types, "use hidden.float()")
-    check(weight.dim() == 2, "weight: expected shape [V, D], got {}", list(weight.shape))
+    check(
+        weight.dim() == 2,
+        "weight: expected shape [V, D], got {}; if FSDP or ZeRO holds the head in parts, call it inside the head's own "
+        "forward",
+        list(weight.shape),
+    )
     is_plain = weight.dtype == torch.float64  # others are the codes of a quantised weight
     check_dtype("weight", weight, types, "use weight.float()" if is_plain else "dequantise a quantised weight first")
     check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]), "[V, D] (D that of hidden)")

@@ -16,14 +16,14 @@ import torch
 from .arguments import examines
 from .backends import is_reference
 from .checks import check, check_device, check_dtype, check_shape, examined, require_type
-from .logprobs import TokenLogprobs
+from .logprobs import TokenLogprobs, check_operands
 from .ops import is_traced
 from .ops.logprob_states import LogprobState, finished, folded, mapped
 from .ops.logprob_states import part as part_of
-from .ops.logprobs import backward
+from .ops.logprobs import backward, check_columns
 from .reference import logprob_states as reference
 from .specs import LogitRows
-from .support import check_targets, checked_temperature, logit_types
+from .support import checked_temperature
 
 __all__ = ["LogprobState", "finish", "merge", "part", "part_gradient"]
 
@@ -180,23 +180,8 @@ def _checked_rows(
     backend: str | None,
 ) -> LogitRows:
     exact = is_reference(logits, backend)
-    check(logits.dim() > 0, "logits: expected shape [..., columns], got a number; use logits[None]")
-    check_dtype("logits", logits, logit_types(exact), "use logits.float()")
-    check_targets(targets, logits, "logits")
-    columns = logits.shape[-1]
-    check(
-        columns > 0 and (logits.stride(-1) == 1 or columns == 1),
-        "logits: expected a contiguous last dimension of at least one column, got {} with a stride of {}",
-        columns,
-        logits.stride(-1),
-    )
-    check(
-        first >= 0 and first + columns <= vocabulary,
-        "first, vocabulary: expected that {} columns from `first` on lie in the vocabulary, got {} of {}",
-        columns,
-        first,
-        vocabulary,
-    )
+    check_operands(logits, targets, exact)
+    check_columns(first, logits.shape[-1], vocabulary)
     temperature = checked_temperature(temperature, targets, ignore_index, exact)
     each, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
     return LogitRows(

@@ -273,7 +273,7 @@ def checked_call(
     least: int = 1,
 ) -> _Call:
     reference = is_reference(logits, backend)
-    _check_operands(logits, targets, reference, least)
+    check_operands(logits, targets, reference, least)
     targets, places = counted_targets(targets, batch, ignore_index)
     of_targets = (targets, ignore_index, reference)
 
@@ -302,7 +302,7 @@ def checked_call(
     return _Call(at_temperature(rows, temperature), entropy_rows, places, in_place, backend)
 
 
-def _check_operands(logits: torch.Tensor, targets: torch.Tensor, reference: bool, least: int) -> None:
+def check_operands(logits: torch.Tensor, targets: torch.Tensor, reference: bool, least: int = 1) -> None:
     check_logits(logits, logit_types(reference), least)
     check_targets(targets, logits, "logits")
     check(

@@ -161,6 +161,8 @@ def support_floor(
     it, in descending order, have less than the share ``top_p`` of their probability. The greatest logit is always left.
     Equal logits are left together: a sampler that breaks ties by position draws from a smaller support.
 
+    Traps: of ranks that share a vocabulary, the columns of one have another floor than whole rows, without an error.
+
     Args:
         logits: ``[..., V]`` float32, bfloat16, float16 or float64, of any strides.
         temperature: as in :func:`~hpo_core.token_logprobs`, a number or ``[...]``, one for each row of logits.

@@ -178,6 +178,9 @@ def test_targets_outside_the_vocabulary_and_other_ignore_indices_among_ids(backe
     assert logp[0] == 0 and logp[1] < 0 and logp[2:].isnan().all()
     none = hpo.token_logprobs(logits, torch.tensor([0, 1, 2, 3]), support_ids=torch.full((4, 2), -1), backend=backend)
     assert none.logp.isnan().all()
+    with Watched():  # nobody could look at ids
+        wrong = hpo.token_logprobs(logits, torch.tensor([0, 1, 2, 3]), support_ids=ids * 8, backend=backend)
+    assert wrong.logp.isnan().all()
     one = hpo.token_logprobs(logits[0], torch.tensor(1), support_ids=torch.tensor([1, 2]), backend=backend)
     assert torch.allclose(one.logp, logits[0, 1:3].log_softmax(0)[0])
 

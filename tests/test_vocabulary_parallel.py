@@ -192,6 +192,7 @@ def together(logits, targets, **over):
     batch = hpo.PackedBatch(torch.tensor([0, 6, ROWS]), mask)
     whole, target = data()[0], targets.roll(-1).clamp(0, VOCABULARY - 1)  # that a row of logits predicts
     floors = torch.where(torch.arange(ROWS) % 3 == 0, whole.gather(1, target[:, None])[:, 0], -2.5)
+    floors[-2] = 4.0  # above the target
     return hpo.token_logprobs(logits, targets, 0.7, batch=batch, support_floor=floors, entropy_temperature=1.5, **over)
 
 
@@ -278,6 +279,8 @@ def compute(rank):
     found["distributed weight"] = hpo.linear_token_logprobs(
         hidden, sharded, targets, 0.7, process_group=mesh.get_group()
     )
+    uneven = torch.distributed.tensor.distribute_tensor(weight[:-1], mesh, [Shard(0)])
+    found["uneven weight"] = hpo.linear_token_logprobs(hidden, uneven, targets, process_group=mesh.get_group())
     wrong = {
         "no group": lambda: hpo.linear_token_logprobs(hidden, sharded, targets),
         "replicated": lambda: hpo.token_logprobs(DTensor.from_local(logits, mesh, [Replicate()]), targets),
@@ -326,12 +329,12 @@ def expected(dtype=torch.float32):
 
 def test_a_row_of_minus_infinity_alone_has_no_gradient(backend):
     device = testing.device_of(backend)
-    logits, targets = torch.full((1, 2), -math.inf, device=device), torch.tensor([3], device=device)
+    logits, targets = torch.full((2, 2), -math.inf, device=device), torch.tensor([3, 3], device=device)
     keywords = {"vocabulary": 4, "backend": backend}
     whole = logprob_states.merge([logprob_states.part(logits, targets, first=first, **keywords) for first in (0, 2)])
     for first in (0, 2):
-        one = torch.ones(1, device=device)
-        grad = logprob_states.part_gradient(logits, targets, whole, one, first=first, **keywords)
+        upstream = torch.tensor([1.0, 0.0], device=device)
+        grad = logprob_states.part_gradient(logits, targets, whole, upstream, first=first, **keywords)
         assert grad.isnan().all()
 
 
@@ -447,10 +450,12 @@ def test_distributed_tensors_are_recognised(found, world):
     for got, true in zip(ranks[0][:2], expected()[:2], strict=True):
         to_two_units(got, true)
     to_two_units(torch.cat([rank[2] for rank in ranks], 1), expected()[2])
-    for got, true in zip(
-        found[world][0]["distributed weight"], hpo.linear_token_logprobs(hidden, weight, targets, 0.7), strict=True
+    for name, whole in (
+        ("distributed weight", hpo.linear_token_logprobs(hidden, weight, targets, 0.7)),
+        ("uneven weight", hpo.linear_token_logprobs(hidden, weight[:-1], targets)),
     ):
-        torch.testing.assert_close(got, true, rtol=2e-6, atol=2e-6, equal_nan=True)
+        for got, true in zip(found[world][0][name], whole, strict=True):
+            torch.testing.assert_close(got, true, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 ERRORS = {

@@ -31,6 +31,7 @@ from .library import (
     register,
 )
 from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, merged, shared
+from .logprobs import check_columns, check_upstream, results_like, without_none
 
 SECOND_DERIVATIVE = (
     "hpo_core.linear_token_logprobs: second derivatives are not supported (the backward makes the logits again, and no "
@@ -207,7 +208,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, adds: bool) -> None:
-    """``out = left @ right`` or ``out += left @ right`` in float32."""
+    """``out = left @ right`` or ``out += left @ right`` in float32. Autocast leaves calls with ``out=`` alone."""
     wide: dict[str, Any] = {} if left.dtype is torch.float32 else {"out_dtype": torch.float32}
     lacking, whole = max(_NARROW - right.shape[1], 0), out
     if lacking:
@@ -235,21 +236,18 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.
     zeros = torch.zeros_like(nothing)
     state = LogprobState(nothing, zeros, zeros if kept > 2 else None, nothing)
     together = max(1, blocks.columns // _MERGED)  # never of the number of rows, on which no bit depends
-    with torch.autocast(given.hidden.device.type, enabled=False):
-        for index, (columns, weight) in enumerate(blocks.of_vocabulary()):
-            place = index % together
-            if place == 0:
-                parts, (element, is_here) = [], blocks.places_of_targets(index, index + together)
-            for at, rows, _ in blocks.of_rows(columns, weight):
-                statistics = functions.token_logprobs(rows, kept)[2]
-                parts.append((*statistics.unbind(), rows.logits.take(element[place, at])))
-            if parts and (place == together - 1 or columns.stop == len(given.weight)):
-                top, others, *distance, logit = (
-                    torch.stack(each).view(is_here.shape) for each in zip(*parts, strict=True)
-                )
-                logit = torch.where(is_here, logit, -torch.inf)
-                new = LogprobState(top, others, distance[0] if distance else None, logit)
-                state = merged(state, new, inverse_of_chunks)
+    for index, (columns, weight) in enumerate(blocks.of_vocabulary()):
+        place = index % together
+        if place == 0:
+            parts, (element, is_here) = [], blocks.places_of_targets(index, index + together)
+        for at, rows, _ in blocks.of_rows(columns, weight):
+            statistics = functions.token_logprobs(rows, kept)[2]
+            parts.append((*statistics.unbind(), rows.logits.take(element[place, at])))
+        if parts and (place == together - 1 or columns.stop == len(given.weight)):
+            top, others, *distance, logit = (torch.stack(each).view(is_here.shape) for each in zip(*parts, strict=True))
+            logit = torch.where(is_here, logit, -torch.inf)
+            new = LogprobState(top, others, distance[0] if distance else None, logit)
+            state = merged(state, new, inverse_of_chunks)
     state = mapped(state, blocks.spread)
     if group is not None:
         state = folded(shared(mapped(state, torch.Tensor.float), len(given.weight), group, sizes), inverse)
@@ -266,15 +264,17 @@ def _backward(*arguments: Any) -> list[torch.Tensor | None]:
     known = torch.stack([blocks.padded(each, 0.0) for each in statistics], 1)
     upstreams = [each if each is None else blocks.padded(each, 0.0) for each in (of_logp, of_entropy)]
     gradients = _Gradients(blocks, wanted)
-    with torch.autocast(given.hidden.device.type, enabled=False):
-        for columns, weight in blocks.of_vocabulary():
-            for at, rows, hidden in blocks.of_rows(columns, weight):
-                of_chunk = [each if each is None else each[at] for each in upstreams]
-                into = rows.logits if given.softcap is None else None
-                gradient = functions.token_logprobs_backward(rows, known[at], *of_chunk, into)
-                if given.softcap is not None:
-                    gradient.addcmul_(gradient, rows.logits.div_(given.softcap).square_(), value=-1.0)  # 1 - tanh^2
-                gradients.add(at, columns, gradient, hidden, weight)
+    memory = blocks.logits
+    if given.softcap is not None:  # its slope is made of the logits, over which the gradient cannot be written
+        memory = functions.uninitialised(memory.shape, memory.dtype, memory.device)
+    for columns, weight in blocks.of_vocabulary():
+        for at, rows, hidden in blocks.of_rows(columns, weight):
+            of_chunk = [each if each is None else each[at] for each in upstreams]
+            into = memory[: rows.logits.numel()].view_as(rows.logits)
+            gradient = functions.token_logprobs_backward(rows, known[at], *of_chunk, into)
+            if given.softcap is not None:
+                gradient.addcmul_(gradient, rows.logits.div_(given.softcap).square_(), value=-1.0)  # 1 - tanh^2
+            gradients.add(at, columns, gradient, hidden, weight)
     return gradients.finished(group)
 
 
@@ -377,17 +377,6 @@ define(
 )
 
 
-def _forward_operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logp, entropy, statistics = _forward(*arguments, None, None)
-    return logp, logp.new_empty(0) if entropy is None else entropy, statistics
-
-
-def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    targets, kept = arguments[3], arguments[-1]
-    logp = targets.new_empty(targets.shape, dtype=torch.float32)
-    return logp, logp.new_empty(targets.shape if kept > 2 else 0), logp.new_empty((kept, targets.numel()))
-
-
 def _backward_operator(*arguments: Any) -> tuple[torch.Tensor, ...]:
     hidden = arguments[0]
     return tuple(hidden.new_empty(0) if each is None else each for each in _backward(*arguments, None))
@@ -412,13 +401,7 @@ def _check_rows(given: LinearRows, backend: str) -> None:
     check_operand("bias", given.bias, weight.shape[:1], LOGITS, like, "weight's rows")
     check_operand("targets", given.targets, hidden.shape[:1], (torch.int64,), like)
     check_operand("temperatures", given.temperatures, hidden.shape[:1], (torch.float32,), like)
-    check(
-        given.first >= 0 and given.first + weight.shape[0] <= given.vocabulary,
-        "first, vocabulary: expected that the rows of weight lie in the vocabulary, got {} from {} on, of {}",
-        weight.shape[0],
-        given.first,
-        given.vocabulary,
-    )
+    check_columns(given.first, weight.shape[0], given.vocabulary)
     for name in ("chunk", "columns"):
         check(getattr(given, name) > 0, "{}: expected a number above 0, got {}", name, getattr(given, name))
 
@@ -433,16 +416,11 @@ def _check_backward(*arguments: Any) -> None:
     *values, backend, statistics, logp_gradient, entropy_gradient, wanted = arguments
     given = LinearRows(*values)
     _check_rows(given, backend)
-    kept = 2 if statistics.shape[:1] == (2,) else 3
-    check(kept > 2 or entropy_gradient is None, "statistics: expected 3 of each row for an entropy_gradient, got 2")
+    check_upstream(("hidden", given.hidden), given.targets, statistics, logp_gradient, entropy_gradient)
     check(
         logp_gradient is not None or entropy_gradient is not None,
         "logp_gradient, entropy_gradient: expected at least one of them",
     )
-    like = ("hidden", given.hidden)
-    check_operand("statistics", statistics, (kept, given.targets.numel()), (torch.float32,), like)
-    for name, gradient in (("logp_gradient", logp_gradient), ("entropy_gradient", entropy_gradient)):
-        check_operand(name, gradient, given.targets.shape, (torch.float32,), like, "targets")
     check(
         len(wanted) == 3 and not (wanted[2] and given.bias is None),
         "wanted: expected whether the gradients of hidden, weight and bias are wanted, got {} and {}",
@@ -458,7 +436,12 @@ def _operator_gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: A
     return _gradient(ctx, logp_gradient, entropy_gradient, apply)
 
 
-register("linear_token_logprobs", _forward_operator, _forward_fake, _check_forward)
+register(
+    "linear_token_logprobs",
+    lambda *arguments: without_none(*_forward(*arguments, None, None)),
+    lambda *arguments: results_like(arguments[3], arguments[-1]),
+    _check_forward,
+)
 register("linear_token_logprobs_backward", _backward_operator, _backward_fake, _check_backward)
 torch.library.register_autograd("hpo_core::linear_token_logprobs", _operator_gradient, setup_context=_save, lib=LIBRARY)
 torch.library.register_autograd(

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 
-from ..checks import check, no_forward_mode, refuse_tangent
+from ..checks import check, refuse_tangent
 from ..specs import LogitRows
-from .library import VMAP, raising
-from .logprobs import IN_PLACE, gradient, readable, save, token_logprobs
+from .logprobs import IN_PLACE, LogprobsNode, readable, save, token_logprobs
 
 
 class LogprobState(NamedTuple):
@@ -155,7 +154,7 @@ def over_ranks(
     return results
 
 
-class _OverRanks(torch.autograd.Function):
+class _OverRanks(LogprobsNode):
     """Keeps this rank's logits and the statistics of whole rows, so that the backward communicates nothing."""
 
     @staticmethod
@@ -169,13 +168,3 @@ class _OverRanks(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         save(ctx, inputs[:-2], output)
-
-    @staticmethod
-    def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
-        logits = ctx.saved_tensors[0]
-        if logits.shape[-1] == 0:
-            return torch.zeros_like(logits), *(None,) * (len(ctx.needs_input_grad) - 1)
-        return gradient(ctx, logp_gradient, entropy_gradient)
-
-    jvp = raising(no_forward_mode, "token_logprobs")
-    vmap = raising(RuntimeError, VMAP.format("token_logprobs", "pass logits [..., V] and targets [...] as they are"))

@@ -130,7 +130,7 @@ def gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any = N
     return apply(*rows, backend, statistics, logp_gradient, entropy_gradient, *in_place), *others
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class LogprobsNode(torch.autograd.Function):
     """Keeps the logits and the statistics of their rows."""
 
     @staticmethod
@@ -147,7 +147,7 @@ class _TokenLogprobs(torch.autograd.Function):
     vmap = raising(RuntimeError, VMAP.format("token_logprobs", "pass logits [..., V] and targets [...] as they are"))
 
 
-_apply: Any = _TokenLogprobs.apply
+_apply: Any = LogprobsNode.apply
 _apply_backward = not_differentiable(_backward, SECOND_DERIVATIVE)
 
 # ----------------------------------------------------------------------------------------------------------- operators
@@ -161,16 +161,43 @@ define(f"token_logprobs({_ROWS}int kept) -> (Tensor logp, Tensor entropy, Tensor
 define(f"token_logprobs_backward({_ROWS}Tensor statistics, Tensor? logp_gradient, Tensor? entropy_gradient) -> Tensor")
 
 
-def _forward_operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    logp, entropy, statistics = _forward(*arguments)
+def without_none(
+    logp: torch.Tensor, entropy: torch.Tensor | None, statistics: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The results of a forward as an operator returns them: no entropy is an empty one."""
     return logp, logp.new_empty(0) if entropy is None else entropy, statistics
 
 
-def _forward_fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    targets, kept = arguments[1], arguments[-1]
+def results_like(targets: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What :func:`without_none` returns of these targets, in shape and dtype."""
     logp = targets.new_empty(targets.shape, dtype=torch.float32)
-    entropy = torch.empty_like(logp) if kept > 2 else logp.new_empty(0)
-    return logp, entropy, logp.new_empty((kept, targets.numel()))
+    entropy = torch.empty_like(logp) if kept > 2 else None
+    return without_none(logp, entropy, logp.new_empty((kept, targets.numel())))
+
+
+def check_columns(first: int, columns: int, vocabulary: int) -> None:
+    check(
+        first >= 0 and first + columns <= vocabulary,
+        "first, vocabulary: expected that {} columns from `first` on lie in the vocabulary, got {} of {}",
+        columns,
+        first,
+        vocabulary,
+    )
+
+
+def check_upstream(
+    like: tuple[str, torch.Tensor],
+    targets: torch.Tensor,
+    statistics: torch.Tensor,
+    logp_gradient: torch.Tensor | None,
+    entropy_gradient: torch.Tensor | None,
+) -> None:
+    """Check what a backward gets beside the operands of its forward."""
+    kept = 2 if statistics.shape[:1] == (2,) else 3
+    check(kept > 2 or entropy_gradient is None, "statistics: expected 3 of each row for an entropy_gradient, got 2")
+    check_operand("statistics", statistics, (kept, targets.numel()), (torch.float32,), like)
+    for name, gradient in (("logp_gradient", logp_gradient), ("entropy_gradient", entropy_gradient)):
+        check_operand(name, gradient, targets.shape, (torch.float32,), like, "targets")
 
 
 def _check_rows(rows: LogitRows, backend: str) -> None:
@@ -183,13 +210,7 @@ def _check_rows(rows: LogitRows, backend: str) -> None:
         "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
         logits.stride(-1),
     )
-    check(
-        rows.first >= 0 and rows.first + logits.shape[-1] <= rows.vocabulary,
-        "first, vocabulary: expected that the columns of logits lie in the vocabulary, got {} from {} on, of {}",
-        logits.shape[-1],
-        rows.first,
-        rows.vocabulary,
-    )
+    check_columns(rows.first, logits.shape[-1], rows.vocabulary)
     shape, like = logits.shape[:-1], ("logits", logits)
     check_operand("targets", rows.targets, shape, (torch.int64,), like)
     check_operand("temperatures", rows.temperatures, shape, (torch.float32,), like, "targets")
@@ -206,19 +227,20 @@ def _check_backward(*arguments: Any) -> None:
     *given, backend, statistics, logp_gradient, entropy_gradient = arguments
     rows = LogitRows(*given)
     _check_rows(rows, backend)
-    kept = 2 if statistics.shape[:1] == (2,) else 3
-    check(kept > 2 or entropy_gradient is None, "statistics: expected 3 of each row for an entropy_gradient, got 2")
-    like = ("logits", rows.logits)
-    check_operand("statistics", statistics, (kept, rows.targets.numel()), (torch.float32,), like)
-    for name, gradient in (("logp_gradient", logp_gradient), ("entropy_gradient", entropy_gradient)):
-        check_operand(name, gradient, rows.targets.shape, (torch.float32,), like, "targets")
+    check_upstream(("logits", rows.logits), rows.targets, statistics, logp_gradient, entropy_gradient)
 
 
 def _operator_gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
     return gradient(ctx, logp_gradient, entropy_gradient, OPERATORS.token_logprobs_backward)
 
 
-register("token_logprobs", _forward_operator, _forward_fake, _check_forward, strided=("logits",))
+register(
+    "token_logprobs",
+    lambda *arguments: without_none(*_forward(*arguments)),
+    lambda *arguments: results_like(arguments[1], arguments[-1]),
+    _check_forward,
+    strided=("logits",),
+)
 register(
     "token_logprobs_backward",
     lambda *arguments: _backward(*arguments, False),

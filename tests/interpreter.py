@@ -5,8 +5,8 @@ Most of the interpreter's time goes into what is the same at every call: it repl
 reads the signature of a kernel twice at every launch, and makes shapes, types and their names anew for every tensor.
 Here the language is patched once for each module, signatures are read once, and types of one kind share one shape, as
 do their tensors. The interpreter also checks integers for overflow, which it reports in debug mode only; here it does
-not. Operands of one type, and floats beside numbers of Python, skip the search for a common type; constants are made
-once.
+not. Operands of one type, numbers of Python and what is added to addresses skip the search for a common type, and
+conversions to wider types that for their rule; constants are made once.
 
 In older Tritons it computes ``tl.fma`` with two roundings, where every compiler rounds once, lets NaN win in
 ``tl.minimum`` and ``tl.maximum``, knows no constant of bfloat16, and makes an index of a scalar in a way that NumPy 2.4
@@ -68,7 +68,9 @@ def inspect_once():
 
 
 FLOATS = {"fp32", "fp64"}
-COMMON = {*FLOATS, "int32", "int64"}
+LIMITS = {"int32": 2**31, "int64": 2**63}
+COMMON = {*FLOATS, *LIMITS, "int1"}
+WIDER = {("int32", "int64"), ("int32", "fp64"), ("int64", "fp64"), ("fp32", "fp64")}
 builtins_of = {}  # id of a module or class of the language -> its builtin functions, by name
 
 
@@ -84,10 +86,11 @@ def patch_remembered_builtins(package, builder, scope) -> None:
 
 def interpreted(builtin):
     semantic = interpreter.interpreter_semantic
+    function = getattr(builtin, "__wrapped__", builtin)  # around it Triton asks whether there is a semantic
 
     def call(*args, **kwargs):
         kwargs["_semantic"] = semantic
-        return builtin(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 
@@ -187,6 +190,13 @@ def constants_of(scalar_constant):
     return of
 
 
+def takes(name, number):
+    """Whether a tensor of this type keeps it beside a number of Python."""
+    if name in LIMITS:
+        return type(number) is int and -LIMITS[name] <= number < LIMITS[name]
+    return name in FLOATS and type(number) in (int, float)
+
+
 def spare_conversions() -> None:
     """Operands of one type and shape are what an operation needs; a scalar becomes a block in one step."""
     semantic = type(interpreter.interpreter_semantic)
@@ -196,34 +206,39 @@ def spare_conversions() -> None:
     computation_types, blocks, splats = {}, {}, {}
 
     def cast_others(self, input, dst_ty, fp_downcast_rounding=None):
-        same = input.type.scalar is dst_ty.scalar and (input.type.is_block() or not dst_ty.is_block())
-        return input if same else cast(self, input, dst_ty, fp_downcast_rounding)
+        kind, wanted = input.type, dst_ty.scalar
+        if kind.scalar is wanted and (kind.is_block() or not dst_ty.is_block()):
+            return input
+        if (kind.scalar.name, wanted.name) in WIDER and fp_downcast_rounding is None:
+            handle = interpreter.TensorHandle(input.handle.data.astype(interpreter._get_np_dtype(wanted)), wanted)
+            return self.tensor(handle, block_of(wanted, kind.shape) if kind.is_block() else wanted)
+        return cast(self, input, dst_ty, fp_downcast_rounding)
+
+    def block_of(scalar, shape):
+        key = (scalar.name, id(shape))
+        if key not in blocks:
+            blocks[key] = tl.block_type(scalar, shape)
+        return blocks[key]
 
     def as_block(self, scalar, shape):
-        key = (scalar.type.name, id(shape))
-        if key not in blocks:
-            blocks[key] = tl.block_type(scalar.type, shape)
-        data = scalar.handle.data
+        kind, data = block_of(scalar.type, shape), scalar.handle.data
         if data.flags.writeable:
-            return self.tensor(interpreter.TensorHandle(np.full(shape, data, data.dtype), scalar.type), blocks[key])
-        constant = (id(data), key)
+            return self.tensor(interpreter.TensorHandle(np.full(shape, data, data.dtype), scalar.type), kind)
+        constant = (id(data), scalar.type.name, id(shape))
         if constant not in splats:
             block = np.full(shape, data, data.dtype)
             block.flags.writeable = False
             handle = interpreter.TensorHandle(block, scalar.type)
-            splats[constant] = data, self.tensor(handle, blocks[key])  # keeps the data alive, whose id is the key
+            splats[constant] = data, self.tensor(handle, kind)  # keeps the data alive, whose id is the key
         return splats[constant][1]
 
     def broadcast_others(self, lhs, rhs):
         left, right = lhs.type, rhs.type
-        if left.is_block():
-            if not right.is_block():
-                return (lhs, as_block(self, rhs, left.shape)) if not right.is_ptr() else broadcast(self, lhs, rhs)
-            if left.shape is right.shape:
-                return lhs, rhs
-        elif right.is_block() and not left.is_ptr():
-            return as_block(self, lhs, right.shape), rhs
-        return broadcast(self, lhs, rhs)
+        if not left.is_block():
+            return (as_block(self, lhs, right.shape) if right.is_block() else lhs), rhs
+        if not right.is_block():
+            return lhs, as_block(self, rhs, left.shape)
+        return (lhs, rhs) if left.shape is right.shape else broadcast(self, lhs, rhs)
 
     def remembered_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
         key = (a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod)
@@ -232,15 +247,18 @@ def spare_conversions() -> None:
         return computation_types[key]
 
     def check_others(self, lhs, rhs, *rules, **more):
-        """Of one common type, or a float and a number of Python, operands are computed in that type."""
+        """Of one common type, or a tensor and a number of that type, operands are computed in it; integers are added to
+        addresses as they are."""
         one, other = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
         if one and other:
-            if lhs.dtype.name in COMMON and lhs.dtype.name == rhs.dtype.name:
+            name = rhs.dtype.name
+            to_address = name in LIMITS and rules[:1] == (True,) and lhs.dtype.is_ptr()
+            if to_address or (name in COMMON and name == lhs.dtype.name):
                 return broadcast_others(self, lhs, rhs)
         elif one:
-            if lhs.dtype.name in FLOATS and type(rhs) in (int, float):
+            if takes(lhs.dtype.name, rhs):
                 return broadcast_others(self, lhs, self.scalar_constant(rhs, lhs.dtype))
-        elif other and rhs.dtype.name in FLOATS and type(lhs) in (int, float):
+        elif other and takes(rhs.dtype.name, lhs):
             return broadcast_others(self, self.scalar_constant(lhs, rhs.dtype), rhs)
         return checked(self, lhs, rhs, *rules, **more)
 

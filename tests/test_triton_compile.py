@@ -161,12 +161,15 @@ WIDE_LOADS = {
 }
 
 
-# Paths of no shipped method, which are assembled in `make test-long` alone; every run checks that Triton's front end
-# takes them. It assembles another path of the same kernel, which shares the code around what is their own.
+# Paths of no shipped method, and those that differ in an expression from one with no fewer registers, are assembled
+# in `make test-long` alone; every run checks that Triton's front end takes them. It assembles another path of the same
+# kernel, which shares the code around what is their own.
 AT_LENGTH = {
     "hierarchy: four levels, all inputs", "hierarchy: balanced", "term: log mean exp",
     "term: MIRROR, two levels, everything", "term: NEGATIVE_AWARE, two levels, everything",
     "group_normalise, all terms", "loss_from_logits, term: LINEAR",
+    "term: LOG", "term: MIRROR", "term: SIMPLE", "term: TARGET", "term: FLIPPED",
+    "correction: K3 SUM MASK", "correction: PROBABILITY MIN MASK", "correction: LOG_RATIO TOKEN BAND",
 }  # fmt: skip
 EVERY_RUN = sorted(f"{path}/{kernel}" for path, kernel in REGISTERS if path not in AT_LENGTH)
 # The path on which each kernel takes the most registers.

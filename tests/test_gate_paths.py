@@ -153,6 +153,41 @@ def test_losses_of_tokens_change_no_bit_of_the_fast_path(gate, lengths, backend)
         assert bits(reported.tokens) == bits(long.tokens), name
 
 
+BOUNDED = gates.Clip((0.8, 0.8), (1.2, 1.2))
+ABOVE = (gates.Level(gates.Rollback((1.0, 1.0)), gates.Routing.STOPPED),)
+SLOPES = gates.Clip((0.8, 0.8), (1.2, 1.2), (0.5, 0.25), (2.0, 3.0), (0.7, 0.6), (1.5, 1.7))
+CROSSED = [
+    gates.RatioGate("token", BOUNDED),
+    gates.RatioGate("level", BOUNDED, ABOVE),
+    gates.RatioGate("split", BOUNDED, ABOVE, split=True),
+    gates.RatioGate("slopes", SLOPES),
+]
+
+
+@pytest.mark.parametrize("gate", CROSSED, ids=lambda gate: gate.name)
+def test_of_bounds_that_cross_by_rounding_the_upper_one_wins(gate, backend):
+    """And nothing is inside, be it on a bound: a second rule would differ in whole gradients there."""
+    low, high = 1 + 8e-7, 1 - 8e-7
+    logp = torch.tensor([-0.125, -(2.0**-17), 0.0, 0.0, 0.0, 2.0**-17, 0.125])  # of mean 0
+    bounds = (
+        torch.tensor([low, low, low, 1.0, low, low, low]),
+        torch.tensor([high, high, 1.0, high, high, high, high]),
+    )
+    batch = hpo.PackedBatch.from_lengths([7])
+    for advantage in (1.0, -1.0):
+        call = (logp, torch.zeros(7), torch.tensor([advantage]), batch, gate)
+        given = {"gate_inputs": GateInputs(bounds=bounds), "weights": torch.ones(1), "report": ("tokens",)}
+        ours, defined = (grad_tokens_and_clipped(call, each, given) for each in (backend, "reference"))
+        torch.testing.assert_close(ours, defined, rtol=2e-7, atol=0.0)
+
+
+def grad_tokens_and_clipped(call, backend, given):
+    logp = call[0].clone().requires_grad_()
+    result = hpo.policy_loss(logp, *call[1:], backend=backend, **given)
+    result.loss.backward()
+    return logp.grad, result.tokens, result.metrics.vector[[name.startswith("clipped") for name in SLOTS]]
+
+
 @pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("name, value", [
     ("token_weight", math.inf), ("token_weight", math.nan), ("ref_logp", -math.inf), ("ref_logp", math.nan),

@@ -6,18 +6,8 @@
 
 namespace hpo::HPO_ISA {
 
-// A gate whose bounds for one sign of the advantage serve the other sign, too.
-inline LeafGate of_sign(const LeafGate& leaf, int sign) {
-  LeafGate one = leaf;
-  one.z[0] = leaf.z[sign], one.below[0] = leaf.below[sign], one.above[0] = leaf.above[sign];
-  for (int channel = 0; channel < 2; ++channel) {
-    one.slope[channel][0] = leaf.slope[channel][sign], one.own[channel][0] = leaf.own[channel][sign];
-  }
-  return one;
-}
-
 // The gates of the tokens of one leaf, vector by vector.
-template <bool kScoreHead, bool kSplit, bool kDrop, bool kOneSign>
+template <bool kScoreHead, bool kSplit, bool kDrop>
 struct TokenGates {
   const LeafGate leaf;
   const float keep;
@@ -28,8 +18,8 @@ struct TokenGates {
   TokenGates(const LeafGate& leaf, float keep, TokenTerms& terms, float* loss, float* grad)
       : leaf(leaf), keep(keep), terms(terms), loss(loss), grad(grad) {}
 
-  HPO_INLINE void step(int i, Ints kind, Floats x, Floats coefficient, Floats low, Floats high, Floats logp) {
-    const Ints present = kind != kAbsent, negative = kOneSign ? Ints{} : Ints(kind == kNegative);
+  HPO_INLINE void step(int i, Ints kind, Ints negative, Floats x, Floats coefficient, Floats low, Floats high, Floats logp) {
+    const Ints present = kind != kAbsent;
     const GatedTokenNumber<Floats> token = gate_token<Floats>(leaf, kSplit, kDrop, keep, negative, x, low, high);
     const Floats value = keep_if(present, token_value(coefficient, token.z));
     if (kScoreHead) {
@@ -54,13 +44,12 @@ using TokenLoop = GateCounts (*)(const LeafGate&, float keep, const TokenBounds&
 template <bool kScoreHead, bool kSplit, bool kDrop, bool kDriven>
 GateCounts token_loop(const LeafGate& leaf, float keep, const TokenBounds& bounds, const Tile& tile, const float* coefficient,
                       const float* logp, TokenTerms& terms, float* loss, float* grad, int n) {
-  TokenGates<kScoreHead, kSplit, kDrop, false> gates(leaf, keep, terms, loss, grad);
+  TokenGates<kScoreHead, kSplit, kDrop> gates(leaf, keep, terms, loss, grad);
   for (int i = 0; i < n; i += kWidth) {
-    const Ints kind = load_lanes<Ints>(tile.chosen + i);
-    const Ints negative = kind == kNegative;
+    const Ints kind = load_lanes<Ints>(tile.chosen + i), negative = kind == kNegative;
     const Floats low = kDriven ? load_lanes<Floats>(terms.low + i) : by_sign<Floats>(negative, bounds.low);
     const Floats high = kDriven ? load_lanes<Floats>(terms.high + i) : by_sign<Floats>(negative, bounds.high);
-    gates.step(i, kind, load_lanes<Floats>(tile.x + i), load_lanes<Floats>(coefficient + i), low, high,
+    gates.step(i, kind, negative, load_lanes<Floats>(tile.x + i), load_lanes<Floats>(coefficient + i), low, high,
                kScoreHead ? load_lanes<Floats>(logp + i) : Floats{});
   }
   return gates.counts.finish(terms);
@@ -73,8 +62,8 @@ GateCounts fast_loop(const TermPlan& plan, const LeafGate& leaf, const TokenBoun
   const FastSource source(args, first);
   const float advantage = args.advantages[row];
   const int sign = advantage < 0.0f;
-  const Ints kind = Ints{} + (sign ? kNegative : kPositive);
-  TokenGates<kScoreHead, kSplit, kDrop, true> gates(of_sign(leaf, sign), plan.keep, terms, loss, grad);
+  const Ints kind = Ints{} + (sign ? kNegative : kPositive), negative = kind == kNegative;
+  TokenGates<kScoreHead, kSplit, kDrop> gates(leaf, plan.keep, terms, loss, grad);
   const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]);
   const Floats coefficient = all<Floats>(args.weights[row] * advantage);
   for_each_vector(0, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
@@ -87,7 +76,7 @@ GateCounts fast_loop(const TermPlan& plan, const LeafGate& leaf, const TokenBoun
     }
     const Floats logp = load_own<kWhole>(own, source.logp + i);
     const Floats x = difference(chosen, logp, load_own<kWhole>(own, source.old_logp + i));
-    gates.step(i, keep_if(chosen, kind), x, a, low, high, logp);
+    gates.step(i, keep_if(chosen, kind), negative, x, a, low, high, logp);
   });
   return gates.counts.finish(terms);
 }

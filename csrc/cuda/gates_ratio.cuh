@@ -19,8 +19,9 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Inputs<W
     high = by_sign(gate.high_driven, token.negative) ? inputs.high[i] : high;
   }
   const bool drop = gate.structure.token == TokenGate::drop;  // the bounds are 1 then
-  const float clipped = clamp_number(ratio, low, high);
-  return {clipped, clipped == ratio && !drop, ratio < low && !drop, high < ratio && !drop};
+  // Bounds of tokens may cross by a rounding: then the upper one wins, and no token is inside.
+  const float raised = fmaxf(ratio, low), clipped = EXTRAS ? (ratio > high ? high : raised) : fminf(raised, high);
+  return {clipped, clipped == ratio && !drop, ratio < low && !drop, ratio > high && !drop};
 }
 
 // `finite`: the log-ratio was; else there is no derivative, and no value that logp would enter.

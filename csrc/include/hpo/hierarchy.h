@@ -180,8 +180,8 @@ HPO_INLINE GatedTokenNumber<F> gate_token(const LeafGate& gate, bool split, bool
   using Int = typename N::Int;
   const F zero = {}, one = all<F>(1.0f);
   const Int none = {}, falls = split ? N::mask(x < zero) : none;
-  const F up = falls ? zero : x, u = up - gate.mean[0], v = drop ? zero : clamp_number(u, low, high);
-  F inside = drop ? zero : (N::mask(v == u) ? one : (N::mask(u < low) ? slope_low : slope_high));
+  const F up = falls ? zero : x, u = up - gate.mean[0], v = drop ? zero : clip(u, low, high);
+  F inside = drop ? zero : (N::mask(v == u) ? one : (N::mask(u > high) ? slope_high : slope_low));
   GatedTokenNumber<F> token;
   token.z = by_sign<F>(negative, gate.z) + v;
   token.below = negative ? none + gate.below[1] : none + gate.below[0];
@@ -191,10 +191,11 @@ HPO_INLINE GatedTokenNumber<F> gate_token(const LeafGate& gate, bool split, bool
   token.falling_step = zero;
   F own = by_sign<F>(negative, gate.own[0]);
   if (split) {
-    const F u_down = (up - x) - gate.mean[1], v_down = drop ? zero : clamp_number(u_down, low, high);
-    const F inside_down = drop ? zero : (N::mask(v_down == u_down) ? one : zero);
+    const F u_down = (up - x) - gate.mean[1], v_down = drop ? zero : clip(u_down, low, high);
+    const Int over = drop ? none : N::mask(u_down > high), under = drop ? none : N::mask(u_down < low);
+    const F inside_down = drop ? zero : (over | under ? zero : one);
     token.z = token.z - v_down;
-    if (!drop) token.below |= N::mask(u_down > high), token.above |= N::mask(u_down < low);
+    token.below |= over, token.above |= under;
     token.falling_step = by_sign<F>(negative, gate.slope[1]) - inside_down;
     own = falls ? by_sign<F>(negative, gate.own[1]) : own;
     inside = falls ? inside_down : inside;

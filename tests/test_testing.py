@@ -579,7 +579,7 @@ def mask_of_a_block(entropy, batch):
         (ppo_of_a_block, "policy_loss"), (padded_ppo_of_a_block, "policy_loss"), (grpo_of_a_block, "grpo"),
         (gigpo_of_a_block, "gigpo"), (window_of_a_block, "window_mean"), (mask_of_a_block, "window_mask"),
         (lambda score, *quantile: order_statistic(score[:BLOCK], *quantile), "order_statistic"),
-        (lambda score, quantile: score[:BLOCK].quantile(quantile, interpolation="higher"), "quantile"),
+        (lambda score, quantile: threshold(score[:BLOCK], quantile), "quantile"),
         (lambda logp, ref_logp: torch.where(torch.arange(len(logp)) < BLOCK, k3(logp, ref_logp), 0.0), "kl"),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from hpo_core.reference.segments import row_of_token
 from hpo_core.specs import OrderRule
 from hpo_core.testing import Expected, Layout
 
-EXAMPLES = 20  # the fewest with a long one among them
+EXAMPLES = 30
 
 # ------------------------------------------------------------------------------------------------- an honest kernel
 
@@ -464,7 +464,8 @@ def test_each_promise_has_a_fault():
 
 @pytest.mark.parametrize(("op", "promise", "kernel"), FAULTS)
 def test_each_promise_can_be_broken(op, promise, kernel):
-    assert testing.check(kernel, op, examples=EXAMPLES, only=[promise]).broken == (promise,)
+    # What a seed draws depends on the modules that are loaded, too, and may miss the fault once in some hundred times.
+    assert any(testing.check(kernel, op, examples=EXAMPLES, only=[promise], seed=seed).broken for seed in range(3))
 
 
 def test_a_kernel_that_writes_its_inputs_is_judged_by_what_it_was_given():

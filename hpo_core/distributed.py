@@ -112,6 +112,13 @@ def gather(own: torch.Tensor, group: ProcessGroup, name: str = "process_group") 
     return [each.view(_DTYPES[kind])[:size] for each, size in zip(gathered, sizes, strict=True)]
 
 
+def place_of_own(parts: list[torch.Tensor], group: ProcessGroup) -> slice:
+    """Where among the units of all ranks, as :func:`gather` gives them, those of this rank are."""
+    rank = torch.distributed.get_rank(group)
+    before = sum(map(len, parts[:rank]))
+    return slice(before, before + len(parts[rank]))
+
+
 def merged(table: torch.Tensor, ids: torch.Tensor | None, group: ProcessGroup) -> torch.Tensor:
     """Statistics of groups ``[6, U]`` (:class:`~hpo_core.segments.GroupStatistics`) of the units of this rank, merged
     with those of all."""

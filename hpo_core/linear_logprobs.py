@@ -107,8 +107,11 @@ def linear_token_logprobs(
         capped,
     )
     targets = places.at_logits(targets)
-    each, number = (temperature, 1.0) if isinstance(temperature, torch.Tensor) else (None, temperature)
-    each = None if each is None else places.at_logits(each)
+    each, number = None, 1.0
+    if isinstance(temperature, torch.Tensor):
+        each = places.at_logits(temperature)
+    else:
+        number = temperature
     kept = 3 if entropy else 2
     vocabulary, first, sizes = weight.shape[0], 0, None
     check_shards(process_group, vocabulary_sizes)

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from .arguments import check_group
 from .batch import Hierarchy, PackedBatch
 from .checks import check, check_device, examined, require_type
-from .distributed import gather
+from .distributed import gather, place_of_own
 from .reference.terms import EXPONENT_SATURATION
 from .specs import Aggregate, LevelSpec, PolicyLossSpec, Routing, SegmentReduce, Unit
 
@@ -131,8 +131,7 @@ def _make_span(batch: PackedBatch, units: tuple[Unit, ...], group: ProcessGroup)
     names = gather(own[:, :3].contiguous(), group)
     _, name, ranks = torch.unique(torch.cat(names), dim=0, return_inverse=True, return_counts=True)
     shared = ranks > 1  # a rank names each of its segments once
-    before = sum(len(each) for each in names[: torch.distributed.get_rank(group)])
-    name = name[before : before + len(own)]
+    name = name[place_of_own(names, group)]
     kept = shared[name]
     slot = (shared.cumsum(0) - 1)[name]
     return _Span(own[kept, 0], own[kept, 3], slot[kept], ranks[name[kept]], int(shared.sum()), group)

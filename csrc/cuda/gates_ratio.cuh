@@ -19,8 +19,7 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Inputs<W
     high = by_sign(gate.high_driven, token.negative) ? inputs.high[i] : high;
   }
   const bool drop = gate.structure.token == TokenGate::drop;  // the bounds are 1 then
-  // Bounds of tokens may cross by a rounding: then the upper one wins, and no token is inside.
-  const float raised = fmaxf(ratio, low), clipped = EXTRAS ? (ratio > high ? high : raised) : fminf(raised, high);
+  const float clipped = EXTRAS ? clip(ratio, low, high) : clamp_number(ratio, low, high);  // common bounds do not cross
   return {clipped, clipped == ratio && !drop, ratio < low && !drop, ratio > high && !drop};
 }
 

@@ -13,7 +13,7 @@ import torch.distributed
 
 from ..arguments import check_group
 from ..checks import check, require_type
-from ..distributed import gather, spanned
+from ..distributed import gather, place_of_own, spanned
 from .terms import accepted_keywords, is_multi_reward, level_of, name_of, takes_tables
 
 
@@ -96,8 +96,7 @@ def _run(
         **{name: everywhere(name, keywords[name]) for name in sorted(keywords)},  # all ranks in one order
     )
     require_type(isinstance(whole, torch.Tensor), "estimator: expected one that returns a tensor, got {}", type(whole))
-    before = sum(map(len, parts[: torch.distributed.get_rank(group)]))
-    return whole[..., before : before + first.shape[-1]]
+    return whole[..., place_of_own(parts, group)]
 
 
 def _with_tables(

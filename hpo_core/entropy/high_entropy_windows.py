@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from ..batch import PackedBatch, row_counts
-from ..checks import check, check_scalar, check_tokens
+from ..checks import check, check_precise, check_scalar, check_tokens
 from ..distributed import gather
 from ..gates.inputs import of_row, valid_tokens
 from ..specs import OrderRule, Provenance
@@ -54,7 +54,8 @@ def ares_windows(
     >>> ares_windows(entropy, PackedBatch.from_lengths([6]), width=2, of_windows=True)
     tensor([False, False,  True, False, False, False])
     """
-    read(batch, entropy=entropy)
+    check_precise("entropy", entropy)
+    check_tokens(batch, entropy=entropy)
     means = window_aggregate(entropy, batch, Window.forward(width), backend=backend)
     measured = means if of_windows else entropy
     of_rows = quantiles(measured, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
@@ -106,7 +107,8 @@ def ares_threshold(
     tensor(0.5027)
     """
     check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
-    read(batch, entropy=entropy)
+    check_precise("entropy", entropy)
+    check_tokens(batch, entropy=entropy)
     carried = window_aggregate(entropy, batch, Window.forward_exclusive(width, boundary="carry"), backend=backend)
     of_rows = quantiles(carried, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
     if process_group is not None:

@@ -13,7 +13,7 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 
 from .. import ops
-from ..distributed import common_ids, gather
+from ..distributed import common_ids, gather, place_of_own
 from ..specs import OrderRule
 
 
@@ -131,9 +131,7 @@ def _allowed(
     left = torch.cat((needed, needed.new_zeros(1)))[sorted_scope] - before
     allowed = torch.empty_like(ties)
     allowed[order] = torch.minimum(left.clamp(min=0), sorted_ties)
-    sizes = [len(part) for part in parts]
-    first = sum(sizes[: torch.distributed.get_rank(group)])
-    return allowed[first : first + sizes[torch.distributed.get_rank(group)]]
+    return allowed[place_of_own(parts, group)]
 
 
 def _find(

@@ -260,8 +260,8 @@ def _scoping(
     if isinstance(scope, torch.Tensor):
         ids = _integers("scope", scope, batch.rows, "[S] (one per row)", batch)
         check(scopes is None or scopes >= 0, "scopes: expected a count >= 0, got {}", scopes)
-        of_row, count = (ids, scopes) if scopes is not None else _numbers(ids, group)
-        return _Scoping(batch.cu_seqlens, of_row, count, None)
+        number, count = (ids, scopes) if scopes is not None else _numbers(ids, group)
+        return _Scoping(batch.cu_seqlens, number, count, None)
     check_choice("scope", scope, _SCOPES, " or ids [S]")
     check(scopes is None, "scopes: it is the number of scopes that ids name, but scope is {!r}; leave it out", scope)
     if scope == "step":

@@ -157,8 +157,10 @@ def fit_pivot(
     """
     given = read(batch, entropy=entropy)
     clamped = torch.where(given.usable, given.values, torch.nan).clamp(min=1e-8).to(entropy.dtype)
-    rule, group = OrderRule.NEAREST, process_group
-    pivot = quantiles(clamped, batch, quantile, scope="call", rule=rule, process_group=group, backend=backend).double()
+    of_call = quantiles(
+        clamped, batch, quantile, scope="call", rule=OrderRule.NEAREST, process_group=process_group, backend=backend
+    )
+    pivot = of_call.double()
     logs = fit_scopes(clamped.log(), process_group=process_group, backend=backend).at()
     ends = fit_scopes(clamped, process_group=process_group, backend=backend).at()
     around = logs.squares / logs.members + (logs.mean - pivot.log()).square()

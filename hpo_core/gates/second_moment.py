@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from ..arguments import examines
 from ..batch import PackedBatch
 from ..checks import check
-from ..distributed import gather, running_sum
+from ..distributed import gather, place_of_own, running_sum
 from ..specs import Provenance
 from .inputs import check_policies, of_tokens, per_token, valid_tokens
 from .parts import Identity
@@ -129,7 +129,7 @@ def m2po_bounds(
 
 def _of_ranks(own: torch.Tensor, group: ProcessGroup | None) -> tuple[torch.Tensor, slice]:
     """The numbers of the tokens of all ranks, one rank after the other, and where among them those of this rank are."""
-    parts = [own] if group is None else gather(own, group)
-    rank = 0 if group is None else torch.distributed.get_rank(group)
-    first = sum(len(part) for part in parts[:rank])
-    return torch.cat(parts), slice(first, first + len(own))
+    if group is None:
+        return own, slice(None)
+    parts = gather(own, group)
+    return torch.cat(parts), place_of_own(parts, group)

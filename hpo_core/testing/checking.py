@@ -282,9 +282,9 @@ def _search(
     search(drawn(), examples, h.Phase.generate, h.Phase.shrink)
     if failures:  # the last one is the smallest: hypothesis replays it
         return Verdict(promise.name, False, *failures[-1])
-    longer = min(examples // SMALL_FOR_A_LONG, MOST_LONG)
-    if promise.name.startswith(EXACT) and longer:
-        search(drawn(long=True), longer, h.Phase.generate)
+    long_ones = min(examples // SMALL_FOR_A_LONG, MOST_LONG)
+    if promise.name.startswith(EXACT) and long_ones:
+        search(drawn(long=True), long_ones, h.Phase.generate)
     if failures:
         detail, received = failures[-1]
         return Verdict(promise.name, False, f"on a long example alone: {detail}", received)

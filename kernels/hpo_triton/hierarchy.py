@@ -198,9 +198,10 @@ def policy_loss(
         spec.kl_beta, READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth,
         ALIGN=align, **bound,
     )  # fmt: skip
-    if flows is None or grad is None:
+    if flows is None:
         finalise(sums, seen, loss, metrics, rows)
     else:
+        assert grad is not None  # else nothing flows
         deliver_gradient(inputs, leaves, shape, reading, pre, flows, sums, seen, grad, loss, metrics, exchange)
 
 

@@ -54,9 +54,10 @@ MULTIPROCESS = (
     *("distributed", "segment_exchange", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed"),
     *("empty_rank", "scopes_over_ranks", "entropy_over_ranks"),
 )
+TESTING = ("testing", "testing_examples", "testing_faults")
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
-    *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", "testing", "without_native"),
+    *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", *TESTING, "without_native"),
     *("backends", "wrong_arguments"),
 )
 TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ranks")
@@ -154,7 +155,7 @@ RULES = [
          ("trainers", "recorded_trainers", "recorded_slime", "recorded_apps", "imports", "docs", *WITH_TESTS)),
     Rule(("hpo_core/plot/*", "hpo_core/reference/gates.py", "hpo_core/reference/hierarchy.py"),
          ("plot", "imports", "docs")),
-    Rule(("hpo_core/testing/*",), ("testing", "explain", "promises", "imports")),
+    Rule(("hpo_core/testing/*", "tests/kernels_to_check.py"), (*TESTING, "explain", "promises", "imports")),
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",
           "LICENSE", "CITATION.cff", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),
     Rule(("README.md", "CONTRIBUTING.md", "docs/*", "mkdocs.yml"), ("docs",)),

@@ -1,0 +1,134 @@
+"""The budget of errors, and the generators of examples, that check() works with."""
+
+import pytest
+import torch
+
+from hpo_core import gates, testing
+from hpo_core.metrics import slot
+from hpo_core.testing import Expected, Layout
+
+# ---------------------------------------------------------------------------------------------------------- the budget
+
+
+def expected(exact, eager, magnitude):
+    return Expected(*(torch.tensor(values, dtype=torch.float64) for values in (exact, eager, magnitude)))
+
+
+def test_budget_is_the_larger_of_its_two_parts():
+    two = expected([1.0, 1.0], [1.0 + 1e-6, 1.0], [1.0, 100.0])  # e = 1e-6 for both elements
+    assert testing.budget(two).tolist() == pytest.approx([2e-6, 400 * 2.0**-24])
+
+
+def test_an_error_beyond_the_budget_is_reported():
+    two = expected([1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
+    close = torch.tensor([1.0 + 3 * 2.0**-24, 2.0], dtype=torch.float64)
+    assert testing.assert_within_budget("op", close, two) == pytest.approx(0.75)
+    with pytest.raises(AssertionError, match=r"op: element \[1\] is 2.00001.*budget 4.77e-07.*1 of 2 elements"):
+        testing.assert_within_budget("op", torch.tensor([1.0, 2.00001]), two)
+    with pytest.raises(AssertionError, match="shape"):
+        testing.assert_within_budget("op", torch.ones(3), two)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_must_be_met(value):
+    one = expected([value], [value], [1.0])
+    assert testing.assert_within_budget("op", torch.tensor([value]), expected([value], [value], [value])) == 0.0
+    assert testing.assert_within_budget("op", torch.tensor([value]), one) == 0.0
+    with pytest.raises(AssertionError):
+        testing.assert_within_budget("op", torch.tensor([0.0]), one)
+    with pytest.raises(AssertionError):
+        testing.assert_within_budget("op", torch.tensor([value]), expected([1.0], [1.0], [1.0]))
+
+
+@pytest.mark.parametrize("ulps", [4, -4])
+def test_an_exponential_off_by_4_ulp_is_beyond_the_budget(ulps):
+    """Of the metrics of small log-ratios; far from 0 the rounding of a log-ratio is worth as much."""
+    example = testing.random_policy_loss(layout=Layout((3, 4), masked="none", seed=15))
+    expected = testing.expect_policy_loss(example)["metrics"]
+
+    def metrics(ulps):
+        ratio = (example.logp - example.old_logp).exp()
+        deviation = (ratio.view(torch.int32) + ulps).view(torch.float32) - 1
+        got = expected.exact.clone()
+        got[slot("ratio_deviation_square")] = deviation.square().double().sum()
+        return got
+
+    testing.assert_within_budget("right", metrics(0), expected)
+    with pytest.raises(AssertionError, match=r"1 of .* elements are off"):
+        testing.assert_within_budget("wrong", metrics(ulps), expected)
+
+
+# ------------------------------------------------------------------------------------------------------ the generators
+
+
+def test_the_same_seed_gives_the_same_example():
+    for draw in (testing.random_policy_loss, testing.random_rewards, testing.random_window, testing.random_scores):
+        a, b, other = draw(3), draw(3), draw(4)
+        assert str(a) == str(b) and str(a) != str(other)
+
+
+def test_layouts_reach_the_places_where_kernels_break():
+    seen = set()
+    for seed in range(300):
+        layout = testing.random_layout(seed)
+        lengths = layout.lengths
+        if lengths:
+            places = {"first": lengths[0], "middle": lengths[len(lengths) // 2], "last": lengths[-1]}
+            seen |= {f"{place} {length}" for place, length in places.items() if length < 2}
+        seen |= {
+            layout.masked,
+            f"rows {min(len(lengths), 2)}",
+            f"tail {min(layout.tail, 1)}",
+            f"shared {layout.shared}",
+        }
+    places = {f"{place} {length}" for place in ("first", "middle", "last") for length in (0, 1)}
+    assert seen >= places | {"none", "some", "row", "all", "rows 0", "rows 1", "tail 0", "tail 1", "shared True"}
+
+
+@pytest.mark.parametrize(
+    "gate", [gates.gspo(), gates.dapo(), gates.ppo_clip(ratio_dual=1.3)], ids=lambda gate: gate.name
+)
+def test_log_ratios_keep_off_every_branch_and_reach_every_side(gate):
+    sides = set()
+    for seed in range(120):
+        example = testing.random_policy_loss(seed, gate, {"weights", "trajectories"})
+        x, valid = example.log_ratio(), example.valid()
+        clip, value = (gate.token, x) if gate.level is None else (gate.level.gate, None)
+        if value is None:
+            owner = example.trajectory()
+            value = torch.stack([x[valid & (owner == own)].mean() for own in owner]) if x.numel() else x
+        for bound in {*clip.low, *clip.high} - {0.0, float("inf")}:
+            distance = (value - torch.tensor(bound, dtype=torch.float64).log())[valid]
+            assert (distance.abs() >= 1e-5).all()
+            sides |= {(bound, bool(above)) for above in distance > 0}
+    assert len(sides) == 2 * len({*clip.low, *clip.high} - {0.0, float("inf")})
+
+
+def test_poison_reaches_every_hole_and_nothing_else():
+    features = set(testing.FEATURES) - {"on_policy"}
+    layout = Layout((3, 4), 2, "some", True, 1)
+    weighted = testing.random_policy_loss(0, gates.dapo(), features - {"window"}, layout=layout)
+    assert torch.equal(weighted.poisoned(float("nan")).kl_weight.isnan(), ~weighted.valid())
+    assert "selection" not in weighted.without("kl", "ref_logp").keywords
+    selection = weighted.keywords["selection"]._replace(mask=weighted.valid())
+    left = weighted.given(selection=selection).without("kl", "ref_logp").keywords["selection"]
+    assert left.mask is selection.mask and left.kl_weight is None
+    example = testing.random_policy_loss(0, gates.dapo(), features, layout=layout)
+    poisoned, hole = example.poisoned(float("nan")), ~example.valid()
+    assert hole.any() and not hole.all()
+    for name in ("ref_logp", "entropy", "token_weight"):
+        assert torch.equal(poisoned.keywords[name].isnan(), hole)
+    for tensor in (poisoned.logp, poisoned.old_logp, poisoned.advantages, *poisoned.gate_inputs.bounds):
+        assert torch.equal(tensor.isnan(), hole)
+
+
+def test_selecting_rows_takes_everything_along():
+    example = testing.random_policy_loss(
+        0, gates.icepop(), {"weights", "kl", "kl_weight"}, layout=Layout((3, 0, 4), 2, "some", True, 1)
+    )
+    part, tokens = example.select(torch.tensor([2, 0]))
+    assert part.batch.cu_seqlens.tolist() == [0, 4, 7] and tokens.tolist() == [3, 4, 5, 6, 0, 1, 2]
+    for name in ("ref_logp", "rollout_logp"):
+        assert torch.equal(part.keywords[name], example.keywords[name][tokens])
+    assert torch.equal(part.kl_weight, example.kl_weight[tokens])
+    assert torch.equal(part.keywords["weights"], example.keywords["weights"][[2, 0]])

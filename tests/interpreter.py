@@ -35,6 +35,7 @@ def patch_interpreter() -> None:
             patch_language(function)
         return kept
 
+    np.seterr(all="ignore")  # no GPU reports what overflows or has no value
     interpreter._patch_lang = patch_language_once
     interpreter.inspect = inspect_once()
     interpreter._patch_builtin = patch_remembered_builtins
@@ -319,15 +320,14 @@ def fma(x, y, z):
     float64 holds the product exactly. A sum that it does not hold is rounded to the neighbour whose last bit is 1, so
     that the rounding to float32 goes the way of the exact sum: in a float32 and in the middle of two this bit is 0.
     """
-    with np.errstate(over="ignore", invalid="ignore"):
-        product, z = np.multiply(x, y, dtype=np.float64), np.asarray(z, np.float64)
-        total = product + z
-        of_z = total - product
-        error = (product - (total - of_z)) + (z - of_z)  # total + error is the exact sum
-        inexact = np.isfinite(error) & (error != 0)
-        even = (np.asarray(total).view(np.int64) & 1) == 0
-        toward = np.where(error > 0, np.inf, -np.inf)
-        return np.where(inexact & even, np.nextafter(total, toward), total).astype(np.float32)
+    product, z = np.multiply(x, y, dtype=np.float64), np.asarray(z, np.float64)
+    total = product + z
+    of_z = total - product
+    error = (product - (total - of_z)) + (z - of_z)  # total + error is the exact sum
+    inexact = np.isfinite(error) & (error != 0)
+    even = (np.asarray(total).view(np.int64) & 1) == 0
+    toward = np.where(error > 0, np.inf, -np.inf)
+    return np.where(inexact & even, np.nextafter(total, toward), total).astype(np.float32)
 
 
 def know_constants_of_bfloat16() -> None:

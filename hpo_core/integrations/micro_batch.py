@@ -216,8 +216,12 @@ def token_loss(
     return out._replace(loss=out.loss + kl.beta * _MOST_K3 * torch.where(counted, weight, 0.0).sum())
 
 
-def clip_slots(gate: RatioGate) -> list[str]:
-    """The slots of the metrics that count clipped tokens, without a dual clip, which only linear heads have."""
+def clipped_tokens(metrics: Metrics, gate: RatioGate) -> torch.Tensor:
+    """The number of clipped tokens, on the device: without those of a dual clip, which only linear heads have."""
+    return torch.stack([metrics[slot] for slot in _clip_slots(gate)]).sum()
+
+
+def _clip_slots(gate: RatioGate) -> list[str]:
     slots = [slot for slot in SLOTS if slot.startswith("clipped_")]
     return [slot for slot in slots if slot != _DUAL] if gate.head is Head.LINEAR else slots
 
@@ -233,7 +237,7 @@ def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
     """
     count = dict(zip(SLOTS, metrics.vector.tolist(), strict=True))
     tokens = max(count["tokens"], 1.0)
-    slots = clip_slots(gate)
+    slots = _clip_slots(gate)
     return {
         "tokens": count["tokens"],
         "clipped": sum(count[slot] for slot in slots) / tokens,

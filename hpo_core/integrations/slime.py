@@ -20,7 +20,7 @@ from .. import gates
 from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
-from .micro_batch import check_gate, clip_slots, packed_rows, sequence_clip, token_loss, told_beside
+from .micro_batch import check_gate, clipped_tokens, packed_rows, sequence_clip, token_loss, told_beside
 
 __all__ = ["loss"]
 
@@ -145,7 +145,7 @@ def reduced_loss(
     # slime divides what is logged as it divides the loss. The kernel counts clipped tokens in all, not of each sample:
     # without --calculate-per-token-loss their fraction is one of tokens, too, and not the mean of samples' fractions.
     share = (weights * rows.row_counts).sum() / out.metrics["tokens"].clamp(min=1)
-    clipped = sum(out.metrics[slot] for slot in clip_slots(gate))
+    clipped = clipped_tokens(out.metrics, gate)
     return total, {
         "loss": total.detach(),
         "pg_loss": out.loss.detach(),

@@ -64,8 +64,8 @@ TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ra
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
-    *("areal", "art", "axolotl", "easyr1", "miles", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll"),
-    *("skyrl", "slime", "tinker", "torchforge", "torchrl", "trinity", "verl_agent"),
+    *("areal", "art", "axolotl", "easyr1", "miles", "ms_swift", "nemo_rl", "open_instruct", "openrlhf", "prime_rl"),
+    *("rlinf", "rllm", "roll", "skyrl", "slime", "tinker", "torchforge", "torchrl", "trinity", "verl_agent"),
 )
 WITH_TESTS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl", "torchrl", "trinity")
 

@@ -30,13 +30,6 @@ _UNSET = {
 
 _HOOK = "hpo_core.integrations.easyr1.install"
 
-# What EasyR1 gives its workers where nobody has started Ray before.
-_ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "VLLM_LOGGING_LEVEL": "WARN",
-    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-}  # fmt: skip
-
 
 def compute_policy_loss(
     old_log_probs: torch.Tensor,
@@ -94,7 +87,7 @@ def install() -> None:
 
 
 def launch() -> None:
-    """Ray with the hook, then EasyR1's own command line, which starts Ray only where it does not run yet.
+    """EasyR1's own command line, whose Ray workers have the hook.
 
     Raises:
         ValueError: a gate that the workers would refuse.
@@ -102,7 +95,7 @@ def launch() -> None:
     told = told_gate()
     if told is not None:
         check_gate(told, "EasyR1", one_policy="EasyR1 tells its loss no sampler")
-    run_under_ray("verl.trainer.main", _HOOK, _ENVIRONMENT)
+    run_under_ray("verl.trainer.main", _HOOK)
 
 
 if __name__ == "__main__":

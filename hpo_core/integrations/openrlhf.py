@@ -11,7 +11,6 @@ Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 
 import torch
@@ -194,7 +193,7 @@ def install() -> None:
 
 
 def launch() -> None:
-    """Ray with the hook, then OpenRLHF's own command line, which starts Ray only where it does not run yet.
+    """OpenRLHF's own command line, whose Ray workers have the hook.
 
     Raises:
         ValueError: a gate that the workers would refuse.
@@ -202,9 +201,7 @@ def launch() -> None:
     told = told_gate()
     if told is not None:
         check_gate(told, "OpenRLHF")
-    values = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
-    values = {name: os.environ.get(name, value) for name, value in values.items()}
-    run_under_ray("openrlhf.cli.train_ppo_ray", _HOOK, values)
+    run_under_ray("openrlhf.cli.train_ppo_ray", _HOOK)
 
 
 if __name__ == "__main__":

@@ -453,7 +453,7 @@ def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
         with pytest.raises(ValueError, match=f"{field}: the gate 'gspo' does not read it; got {value}"):
             of_roll(batch, batch.logp, **{**unset, field: value})
     monkeypatch.setenv("HPO_GATE", "icepop")
-    with pytest.raises(ValueError, match="keeps to its own correction"):
+    with pytest.raises(ValueError, match="to its own correction"):
         of_roll(batch, batch.logp, **unset)
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_agg_mode"):

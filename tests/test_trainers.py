@@ -17,8 +17,9 @@ from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integ
 import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.integrations import prompt_advantages
-from hpo_core.integrations.micro_batch import check_gate, fractions, packed_rows, padded_rows, token_loss
+from hpo_core.integrations.micro_batch import fractions, packed_rows, padded_rows, token_loss
 from hpo_core.integrations.named import named_estimator, named_gate, named_window
+from hpo_core.integrations.served import check_gate
 from hpo_core.integrations.trl_metrics import reported
 
 # --------------------------------------------------------------------------------------------- names in configurations

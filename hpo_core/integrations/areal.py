@@ -22,9 +22,10 @@ from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, fractions, packed_rows, padded_rows, sequence_clip, token_loss, told_beside
-from .named import VARIABLE, told_gate
+from .micro_batch import fractions, packed_rows, padded_rows, sequence_clip, token_loss
+from .named import VARIABLE
 from .replaced import replaced
+from .served import check_gate, check_told, told_beside
 
 __all__ = ["ACTORS", "grpo_loss_fn", "install"]
 
@@ -225,10 +226,8 @@ def _trainer() -> Any:
         """AReaL takes the actor's class from its own modules; workers find the gate in their environment."""
         kinds = {"fsdp": "FSDPPPOActor", "megatron": "MegatronPPOActor", "archon": "ArchonPPOActor"}
         check_choice("backend", alloc.backend, kinds)
+        check_told("AReaL")
         if os.environ.get(VARIABLE):
-            told = told_gate()
-            assert told is not None
-            check_gate(told, "AReaL")
             for spec in actor_config.scheduling_spec:
                 spec.env_vars[VARIABLE] = os.environ[VARIABLE]
         name = kinds[alloc.backend]

@@ -16,9 +16,9 @@ from .. import gates
 from ..arguments import check_choice
 from ..gates import RatioGate
 from ..specs import Routing
-from .micro_batch import check_gate, fractions, padded_rows, sequence_clip, token_loss, told_beside, weights_of
-from .named import told_gate
+from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, weights_of
 from .replaced import after_import, run_under_ray
+from .served import check_gate, check_told, told_beside
 
 __all__ = ["compute_policy_loss", "install", "launch"]
 
@@ -92,9 +92,7 @@ def launch() -> None:
     Raises:
         ValueError: a gate that the workers would refuse.
     """
-    told = told_gate()
-    if told is not None:
-        check_gate(told, "EasyR1", one_policy="EasyR1 tells its loss no sampler")
+    check_told("EasyR1", one_policy="EasyR1 tells its loss no sampler")
     run_under_ray("verl.trainer.main", _HOOK)
 
 

@@ -20,9 +20,9 @@ from .. import gates
 from ..arguments import check_choice
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, fractions, packed_rows, token_loss, told_beside, warn_of_flags
-from .named import told_gate
+from .micro_batch import fractions, packed_rows, token_loss, warn_of_flags
 from .replaced import after_import, run_under_ray
+from .served import check_gate, check_told, told_beside
 
 __all__ = ["PackedLoss", "install", "launch"]
 
@@ -152,9 +152,7 @@ def launch() -> None:
     """
     main = sys.argv.pop(1) if len(sys.argv) > 1 else None
     check_choice("program", main, _MAINS)
-    told = told_gate()
-    if told is not None:
-        check_gate(told, "open-instruct")
+    check_told("open-instruct")
     run_under_ray(f"open_instruct.{main}", _HOOK)
 
 

@@ -20,9 +20,10 @@ from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, check_unread, fractions, padded_rows, sequence_clip, token_loss, warn_of_flags
+from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, warn_of_flags
 from .named import named_gate, told_gate
 from .replaced import run_under_ray
+from .served import check_gate, check_told, check_unread
 
 __all__ = ["HPOPolicyLoss", "install", "launch"]
 
@@ -198,9 +199,7 @@ def launch() -> None:
     Raises:
         ValueError: a gate that the workers would refuse.
     """
-    told = told_gate()
-    if told is not None:
-        check_gate(told, "OpenRLHF")
+    check_told("OpenRLHF")
     run_under_ray("openrlhf.cli.train_ppo_ray", _HOOK)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ..gates import RatioGate
-from .micro_batch import check_gate, clipped_tokens, padded_rows, token_loss
-from .named import named_gate
+from .micro_batch import clipped_tokens, padded_rows, token_loss
+from .served import served_gate
 
 __all__ = ["loss"]
 
@@ -59,6 +59,4 @@ def loss(inputs: Any, gate: str = "dppo_tv(low=0.2, high=0.2)", kl_tau: float = 
 
 @functools.cache
 def _gate(text: str) -> RatioGate:
-    made = named_gate(text)
-    check_gate(made, "prime-rl", one_policy="prime-rl's old policy is the sampler")
-    return made
+    return served_gate(text, "prime-rl", one_policy="prime-rl's old policy is the sampler")

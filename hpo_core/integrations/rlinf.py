@@ -18,8 +18,9 @@ import torch
 
 from ..checks import check
 from ..metrics import FLAGS
-from .micro_batch import check_gate, clipped_tokens, padded_rows, token_loss, told_beside, weights_of
+from .micro_batch import clipped_tokens, padded_rows, token_loss, weights_of
 from .named import VARIABLE
+from .served import check_gate, told_beside
 
 __all__ = ["actor", "actor_critic", "register"]
 

@@ -20,11 +20,11 @@ except ImportError as error:
 
 from .. import gates, kl
 from ..batch import PackedBatch
-from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
 from ..specs import Unit
-from .micro_batch import check_gate, fractions, padded_rows, sequence_clip, token_loss, told_beside, weights_of
+from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, weights_of
+from .served import check_gate, told_beside
 
 __all__ = ["HPOActorWorker"]
 
@@ -123,9 +123,7 @@ def _gate(config: Any) -> RatioGate:
     gate = told_beside("ROLL", given, _UNSET)
     if gate is None:
         return _described(config)
-    check_gate(gate, "ROLL")
-    check(not gate.needs_rollout, "gate: {!r} corrects the sampler, whose log-probabilities ROLL keeps to its own "
-          "correction; take the gate that it corrects", gate.name)  # fmt: skip
+    check_gate(gate, "ROLL", one_policy="ROLL keeps the sampler's log-probabilities to its own correction")
     return gate
 
 

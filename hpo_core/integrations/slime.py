@@ -20,7 +20,8 @@ from .. import gates
 from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
-from .micro_batch import check_gate, clipped_tokens, packed_rows, sequence_clip, token_loss, told_beside
+from .micro_batch import clipped_tokens, packed_rows, sequence_clip, token_loss
+from .served import check_gate, told_beside
 
 __all__ = ["loss"]
 

@@ -17,8 +17,9 @@ except ImportError as error:
 from .. import aggregation, gates
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, clipped_tokens, padded_rows, token_loss
+from .micro_batch import clipped_tokens, padded_rows, token_loss
 from .named import named_gate
+from .served import check_gate
 
 __all__ = ["HPOLoss"]
 

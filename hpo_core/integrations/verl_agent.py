@@ -17,8 +17,8 @@ import torch
 
 from .. import gates
 from ..checks import check
-from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_beside, warn_of_flags, weights_of
-from .named import told_gate
+from .micro_batch import fractions, padded_rows, token_loss, warn_of_flags, weights_of
+from .served import check_gate, check_told, told_beside
 
 __all__ = ["compute_policy_loss", "install"]
 
@@ -64,8 +64,6 @@ def compute_policy_loss(
 
 def install() -> None:
     """Replaces the loss in this process; for ``policy_loss.loss_mode=vanilla``, which is verl-agent's default."""
-    told = told_gate()
-    if told is not None:
-        check_gate(told, "verl-agent")
+    check_told("verl-agent", one_policy="verl-agent tells its loss no sampler")
     actor = importlib.import_module("verl.workers.actor.dp_actor")
     setattr(actor, "compute_policy_loss", compute_policy_loss)  # noqa: B010

@@ -18,7 +18,7 @@ from ..gates import RatioGate
 from ..specs import Routing
 from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, weights_of
 from .replaced import after_import, run_under_ray
-from .served import check_gate, check_told, told_beside
+from .served import check_environment_gate, check_gate, environment_gate_beside
 
 __all__ = ["compute_policy_loss", "install", "launch"]
 
@@ -51,7 +51,7 @@ def compute_policy_loss(
     """
     given = (clip_ratio_low, clip_ratio_high, clip_ratio_dual, tau_positive, tau_negative, loss_type)
     fields = dict(zip(_UNSET, given, strict=True))
-    gate = told_beside("EasyR1", fields, _UNSET)
+    gate = environment_gate_beside("EasyR1", fields, _UNSET)
     if gate is None:
         gate = _described(loss_type, clip_ratio_low, clip_ratio_high, clip_ratio_dual, tau_positive, tau_negative)
     check_gate(gate, "EasyR1", one_policy="EasyR1 tells its loss no sampler")
@@ -92,7 +92,7 @@ def launch() -> None:
     Raises:
         ValueError: a gate that the workers would refuse.
     """
-    check_told("EasyR1", one_policy="EasyR1 tells its loss no sampler")
+    check_environment_gate("EasyR1", one_policy="EasyR1 tells its loss no sampler")
     run_under_ray("verl.trainer.main", _HOOK)
 
 

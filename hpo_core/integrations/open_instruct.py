@@ -22,7 +22,7 @@ from ..checks import check
 from ..gates import RatioGate
 from .micro_batch import fractions, packed_rows, token_loss, warn_of_flags
 from .replaced import after_import, run_under_ray
-from .served import check_gate, check_told, told_beside
+from .served import check_environment_gate, check_gate, environment_gate_beside
 
 __all__ = ["PackedLoss", "install", "launch"]
 
@@ -113,7 +113,7 @@ class PackedLoss:
 
 
 def _gate(config: Any) -> RatioGate:
-    told = told_beside("open-instruct", {name: getattr(config, name) for name in _UNSET}, _UNSET)
+    told = environment_gate_beside("open-instruct", {name: getattr(config, name) for name in _UNSET}, _UNSET)
     gate = _described(config) if told is None else told
     anchored = "with --use_vllm_logprobs there is one old policy" if config.use_vllm_logprobs else ""
     check_gate(gate, "open-instruct", one_policy=anchored)
@@ -152,7 +152,7 @@ def launch() -> None:
     """
     main = sys.argv.pop(1) if len(sys.argv) > 1 else None
     check_choice("program", main, _MAINS)
-    check_told("open-instruct")
+    check_environment_gate("open-instruct")
     run_under_ray(f"open_instruct.{main}", _HOOK)
 
 

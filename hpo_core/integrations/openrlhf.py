@@ -21,9 +21,9 @@ from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
 from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, warn_of_flags
-from .named import named_gate, told_gate
+from .named import environment_gate, named_gate
 from .replaced import run_under_ray
-from .served import check_gate, check_told, check_unread
+from .served import check_environment_gate, check_gate, check_unread
 
 __all__ = ["HPOPolicyLoss", "install", "launch"]
 
@@ -62,7 +62,7 @@ class HPOPolicyLoss(torch.nn.Module):
             "clip_eps_low": clip_eps_low, "clip_eps_high": clip_eps_high, "dual_clip": dual_clip,
             "policy_loss_type": policy_loss_type,
         }  # fmt: skip
-        told = named_gate(self.gate) if self.gate is not None else told_gate()
+        told = named_gate(self.gate) if self.gate is not None else environment_gate()
         self.per_token = token_level_loss
         self.anchors_sampler = False
         self.correction: tuple[str, str, str, float, float] | None = None
@@ -199,7 +199,7 @@ def launch() -> None:
     Raises:
         ValueError: a gate that the workers would refuse.
     """
-    check_told("OpenRLHF")
+    check_environment_gate("OpenRLHF")
     run_under_ray("openrlhf.cli.train_ppo_ray", _HOOK)
 
 

@@ -20,7 +20,7 @@ from ..checks import check
 from ..metrics import FLAGS
 from .micro_batch import clipped_tokens, padded_rows, token_loss, weights_of
 from .named import VARIABLE
-from .served import check_gate, told_beside
+from .served import check_gate, environment_gate_beside
 
 __all__ = ["actor", "actor_critic", "register"]
 
@@ -53,7 +53,7 @@ def actor(
         ValueError: no ``HPO_GATE``; a field that the gate would silence; a gate that needs what RLinf does not tell.
     """
     given = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
-    gate = told_beside("RLinf", {name: value for name, value in given.items() if value is not None}, _UNSET)
+    gate = environment_gate_beside("RLinf", {name: value for name, value in given.items() if value is not None}, _UNSET)
     check(gate is not None, "{}: expected a gate, such as 'dapo()', got none; export it before ray start", VARIABLE)
     assert gate is not None
     check_gate(gate, "RLinf", one_policy="RLinf tells its loss one old policy")

@@ -24,7 +24,7 @@ from ..gates import RatioGate
 from ..metrics import FLAGS
 from ..specs import Unit
 from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, weights_of
-from .served import check_gate, told_beside
+from .served import check_gate, environment_gate_beside
 
 __all__ = ["HPOActorWorker"]
 
@@ -120,7 +120,7 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
 def _gate(config: Any) -> RatioGate:
     """The gate of ``HPO_GATE``, or the gate that the yaml describes."""
     given = {name: getattr(config, name, value) for name, value in _UNSET.items()}
-    gate = told_beside("ROLL", given, _UNSET)
+    gate = environment_gate_beside("ROLL", given, _UNSET)
     if gate is None:
         return _described(config)
     check_gate(gate, "ROLL", one_policy="ROLL keeps the sampler's log-probabilities to its own correction")

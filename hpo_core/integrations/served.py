@@ -11,7 +11,7 @@ from .. import gates
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..specs import Unit
-from .named import VARIABLE, named_gate, told_gate
+from .named import VARIABLE, environment_gate, named_gate
 
 
 def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_policy: str = "") -> None:
@@ -58,9 +58,9 @@ def served_gate(gate: RatioGate | str, trainer: str, **served: Any) -> RatioGate
     return made
 
 
-def check_told(trainer: str, **served: Any) -> None:
+def check_environment_gate(trainer: str, **served: Any) -> None:
     """:func:`check_gate` of the gate of ``HPO_GATE``, if there is one, before processes that would refuse it start."""
-    told = told_gate()
+    told = environment_gate()
     if told is not None:
         check_gate(told, trainer, **served)
 
@@ -93,9 +93,9 @@ def check_unread(
         )
 
 
-def told_beside(trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any]) -> RatioGate | None:
-    """:func:`told_gate`; beside a gate, settings of the trainer that it would silence are refused."""
-    told = told_gate()
+def environment_gate_beside(trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any]) -> RatioGate | None:
+    """:func:`environment_gate`; beside a gate, settings of the trainer that it would silence are refused."""
+    told = environment_gate()
     if told is not None:
         check_unread(told, trainer, given, unset, f" or take {VARIABLE} away")
     return told

@@ -21,7 +21,7 @@ from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
 from .micro_batch import clipped_tokens, packed_rows, sequence_clip, token_loss
-from .served import check_gate, told_beside
+from .served import check_gate, environment_gate_beside
 
 __all__ = ["loss"]
 
@@ -58,7 +58,7 @@ def reduced_loss(
         "custom_pg_loss_reducer_function_path: hpo_core weighs whole responses, expected None, got {!r}; leave it out",
         reducer,
     )
-    told = told_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
+    told = environment_gate_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
     gate = _described(args) if told is None else told
     check(
         told is None or args.advantage_estimator not in ("gspo", "cispo"),

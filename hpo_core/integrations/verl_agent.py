@@ -18,7 +18,7 @@ import torch
 from .. import gates
 from ..checks import check
 from .micro_batch import fractions, padded_rows, token_loss, warn_of_flags, weights_of
-from .served import check_gate, check_told, told_beside
+from .served import check_environment_gate, check_gate, environment_gate_beside
 
 __all__ = ["compute_policy_loss", "install"]
 
@@ -46,7 +46,7 @@ def compute_policy_loss(
     """
     bounds = (cliprange, cliprange_low, cliprange_high, clip_ratio_c)
     given = {name: bound for name, bound in zip(_UNSET, bounds, strict=True) if bound is not None}
-    gate = told_beside("verl-agent", given, _UNSET)
+    gate = environment_gate_beside("verl-agent", given, _UNSET)
     if gate is None:
         low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
         check(low is not None and high is not None, "cliprange: expected a bound, got None")
@@ -64,6 +64,6 @@ def compute_policy_loss(
 
 def install() -> None:
     """Replaces the loss in this process; for ``policy_loss.loss_mode=vanilla``, which is verl-agent's default."""
-    check_told("verl-agent", one_policy="verl-agent tells its loss no sampler")
+    check_environment_gate("verl-agent", one_policy="verl-agent tells its loss no sampler")
     actor = importlib.import_module("verl.workers.actor.dp_actor")
     setattr(actor, "compute_policy_loss", compute_policy_loss)  # noqa: B010

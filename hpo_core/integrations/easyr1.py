@@ -58,7 +58,7 @@ def compute_policy_loss(
     check_choice("loss_avg_mode", loss_avg_mode, ("token", "seq"))
     batch = padded_rows(response_mask, gate)
     mode = "token-mean" if loss_avg_mode == "token" else "seq-mean-token-mean"
-    weights = weights_of(mode, batch, batch.row_counts.sum(), batch.rows, 1)  # rows without tokens count, too
+    weights = weights_of(mode, batch)
     out = token_loss(log_probs, old_log_probs, advantages, batch, gate, weights)
     seen = fractions(out.metrics, gate)
     names = {"clipped": "pg_clipfrac_higher", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}

@@ -168,14 +168,17 @@ def warn_of_flags(seen: Mapping[str, float]) -> None:
             warnings.warn(f"hpo_core.policy_loss: {name}: {FLAGS[name]}", stacklevel=2)
 
 
-def weights_of(mode: str, batch: PackedBatch, tokens: Any, rows: Any, length: int) -> torch.Tensor:
+def weights_of(mode: str, batch: PackedBatch, tokens: Any = None, rows: Any = None) -> torch.Tensor:
     """``[B]``: the denominator of one of verl's :data:`MODES`, which others took over, for these numbers of tokens and
-    rows."""
+    rows. Default: those of the micro-batch, of which rows without tokens are rows, too."""
     check_choice("loss_agg_mode", mode, MODES)
+    tokens = batch.row_counts.sum() if tokens is None else tokens
+    rows = batch.rows if rows is None else rows
     if mode == "token-mean":
         return aggregation.token_mean(batch, total=tokens, ranks=1)
     if mode == "seq-mean-token-sum":
         return aggregation.seq_mean_token_sum(batch, total=rows, ranks=1)
     if mode == "seq-mean-token-mean":
         return aggregation.seq_mean_token_mean(batch, total=rows, ranks=1)
-    return aggregation.fixed_length(batch, length, total=1, ranks=1)
+    assert batch.padded_shape is not None
+    return aggregation.fixed_length(batch, batch.padded_shape[1], total=1, ranks=1)

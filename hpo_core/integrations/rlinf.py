@@ -79,7 +79,7 @@ def actor(
         token_weight = (max_episode_steps / loss_mask_sum.expand(shape).float()).reshape(rows, -1)
         weights = logp.new_full((rows,), 1 / logp.numel())
     else:
-        weights = weights_of(_mode(loss_agg_func), batch, counted, rows, 1)
+        weights = weights_of(_mode(loss_agg_func), batch, counted)
     out = token_loss(logp, old, given_advantages, batch, gate, weights, token_weight=token_weight)
     loss = torch.zeros_like(out.loss) if critic_warmup else out.loss
     tokens = out.metrics["tokens"].clamp(min=1)

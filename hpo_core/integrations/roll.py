@@ -65,7 +65,7 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
             of_samples = self.compute_sample_weights(data, responses & kept)[:, None].expand_as(logp)
             token_weight = of_samples if token_weight is None else token_weight * of_samples
         batch = padded_rows(mask, gate)
-        weights = weights_of(config.loss_agg_mode, batch, tokens[counted], samples[counted], mask.shape[-1])
+        weights = weights_of(config.loss_agg_mode, batch, tokens[counted], samples[counted])
         penalty = config.use_kl_loss and config.kl_loss_coef != 0
         out = token_loss(
             logp, old, rows["advantages"], batch, gate, weights,
@@ -77,7 +77,7 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         if config.entropy_loss_coef > 0:
             entropy = self.strategy.op_compute_entropy(logits=output_tensor, attention_mask=rows["response_mask"])
             spoken = responses if of_rlvr else mask
-            counts = (tokens["response_mask"], samples["response_mask"], mask.shape[-1])
+            counts = (tokens["response_mask"], samples["response_mask"])
             shares = weights_of(config.loss_agg_mode, PackedBatch.from_padded(spoken), *counts)
             bonus = (shares[:, None] * torch.where(spoken, entropy, 0.0)).sum()
             total = total - config.entropy_loss_coef * bonus

@@ -59,11 +59,7 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """What Trinity-RFT calls: all ``[B, L]``. Every parameter but ``logprob`` is a key that its batch must have."""
         batch = padded_rows(action_mask, self.gate)
-        # Trinity-RFT counts rows without tokens, too.
-        counts = (batch.row_counts.sum(), batch.rows, action_mask.shape[-1])
-        out = token_loss(
-            logprob, old_logprob, advantages, batch, self.gate, weights_of(self.loss_agg_mode, batch, *counts)
-        )
+        out = token_loss(logprob, old_logprob, advantages, batch, self.gate, weights_of(self.loss_agg_mode, batch))
         seen = fractions(out.metrics, self.gate)
         names = {"clipped": "pg_clipfrac", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}
         told = {names.get(name, f"hpo_{name}"): value for name, value in seen.items() if name != "tokens"}

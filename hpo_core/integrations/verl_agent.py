@@ -54,8 +54,7 @@ def compute_policy_loss(
         gate = gates.ppo_clip(low, high, ratio_dual=clip_ratio_c)
     check_gate(gate, "verl-agent", one_policy="verl-agent tells its loss no sampler")
     batch = padded_rows(response_mask, gate)
-    counts = (batch.row_counts.sum(), batch.rows, response_mask.shape[-1])  # rows without tokens count, too
-    out = token_loss(log_prob, old_log_prob, advantages, batch, gate, weights_of(loss_agg_mode, batch, *counts))
+    out = token_loss(log_prob, old_log_prob, advantages, batch, gate, weights_of(loss_agg_mode, batch))
     seen = fractions(out.metrics, gate)
     warn_of_flags(seen)
     clipped, kl, dual = torch.tensor([seen[name] for name in ("clipped", "kl", "dual_clipped")], device="cpu").unbind()

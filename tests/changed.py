@@ -64,8 +64,8 @@ TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ra
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
-    *("areal", "art", "axolotl", "easyr1", "miles", "ms_swift", "nemo_rl", "openrlhf", "prime_rl", "rllm", "roll"),
-    *("skyrl", "slime", "tinker", "torchforge", "torchrl", "trinity", "verl_agent"),
+    *("areal", "art", "axolotl", "easyr1", "miles", "ms_swift", "nemo_rl", "open_instruct", "openrlhf", "prime_rl"),
+    *("rlinf", "rllm", "roll", "skyrl", "slime", "tinker", "torchforge", "torchrl", "trinity", "verl_agent"),
 )
 WITH_TESTS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl", "torchrl", "trinity")
 
@@ -145,11 +145,11 @@ RULES = [
           "tests/trl_over_ranks.py"), (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
           "hpo_core/integrations/prompt_advantages.py", "hpo_core/integrations/micro_batch.py",
-          "tests/verl_on_cpu.py", "tests/verl_fit_on_cpu.py", "tests/verl_v1_on_cpu.py",
-          "tests/verl_batches.py"), (*VERL, "imports")),
+          "hpo_core/integrations/served.py", "tests/verl_on_cpu.py", "tests/verl_fit_on_cpu.py",
+          "tests/verl_v1_on_cpu.py", "tests/verl_batches.py"), (*VERL, "imports")),
     Rule(("hpo_core/integrations/needs.py", "hpo_core/integrations/entropy_methods.py"), (*TRL, *VERL)),
     Rule(("hpo_core/integrations/named.py", "hpo_core/integrations/micro_batch.py", "hpo_core/integrations/turns.py",
-          "hpo_core/integrations/prompt_advantages.py", "tests/trainer_batches.py"),
+          "hpo_core/integrations/prompt_advantages.py", "hpo_core/integrations/served.py", "tests/trainer_batches.py"),
          ("trainers", "recorded_trainers", "recorded_slime", "recorded_apps", "imports", "docs", *WITH_TESTS)),
     Rule(tuple(f"hpo_core/integrations/{name}.py" for name in TRAINERS),
          ("trainers", "recorded_trainers", "recorded_slime", "recorded_apps", "imports", "docs", *WITH_TESTS)),

@@ -17,11 +17,14 @@ from trainer_batches import (
     integration,
     masked,
     modules,
+    parts,
     with_a_far_reference,
 )
 
 import hpo_core as hpo
 from hpo_core import gates
+from hpo_core.integrations.micro_batch import padded_rows
+from hpo_core.integrations.named import named_gate
 
 # ------------------------------------------------------------------------------------------------------------ prime-rl
 # LossInputs, LossOutputs and default_loss_fn of src/prime_rl/trainer/rl/loss.py at 559b447.
@@ -450,8 +453,236 @@ def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
         with pytest.raises(ValueError, match=f"{field}: the gate 'gspo' does not read it; got {value}"):
             of_roll(batch, batch.logp, **{**unset, field: value})
     monkeypatch.setenv("HPO_GATE", "icepop")
-    with pytest.raises(ValueError, match="keeps to its own correction"):
+    with pytest.raises(ValueError, match="to its own correction"):
         of_roll(batch, batch.logp, **unset)
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_agg_mode"):
         of_roll(batch, batch.logp, loss_agg_mode="mean")
+
+
+# --------------------------------------------------------------------------------------------------------------- RLinf
+# policy_loss and preprocess_loss_inputs of rlinf/algorithms, masked_mean, masked_mean_ratio and the two seq_mean of
+# rlinf/utils/utils.py, compute_ppo_actor_loss at a3816b5.
+
+RLINF_MODES = {"masked_mean": "token-mean", "seq_mean_token_sum": "sum", "seq_mean_token_mean": "mean"}
+
+
+def of_rlinf(logp, old, advantages, *, name="hpo_actor", mode=None, **told):
+    registered, functions = {}, {each: object() for each in RLINF_MODES}
+    registry = {"register_policy_loss": lambda name: lambda loss: registered.update({name: loss})}
+    critic = {"compute_ppo_critic_loss": lambda **told: (told["values"].sum(), {"critic/value_loss": 7.0})}
+    told = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "task_type": "reasoning", **told}
+    told |= {} if mode is None else {"loss_agg_func": functions[mode]}
+    with modules(rlinf__algorithms__registry=registry, rlinf__algorithms__losses=critic, rlinf__utils__utils=functions):
+        integration("rlinf").register()
+        return registered[name](
+            logprobs=logp,
+            old_logprobs=old,
+            advantages=advantages,
+            loss_type=name,
+            fast_path_zero_loss_mask=True,
+            **told,
+        )
+
+
+@pytest.mark.parametrize("mode", RLINF_MODES)
+def test_rlinf(mode, monkeypatch):
+    monkeypatch.setenv("HPO_GATE", "ppo_clip(0.2, 0.28, 1.5)")
+    batch = Batch(empty_row=True, per_token=True)
+    counts = batch.mask.sum(1, keepdim=True)
+    shares = {
+        "masked_mean": 1 / counts.sum(), "seq_mean_token_sum": 1 / ROWS,
+        "seq_mean_token_mean": 1 / (ROWS * counts.clamp(min=1)),
+    }[mode]  # fmt: skip
+
+    def ours(logp):
+        return of_rlinf(logp, batch.poisoned(batch.old), batch.advantages, mode=mode, loss_mask=batch.mask)
+
+    def theirs(logp):
+        return (shares * masked(clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5), batch.mask)).sum()
+
+    equal(ours, theirs, batch.logp)
+    loss, logged = ours(batch.logp)
+    log_ratio = (batch.logp - batch.old)[batch.mask]
+    ratio, advantages = log_ratio.exp(), batch.advantages[batch.mask]
+    torch.testing.assert_close(logged["actor/policy_loss"], loss)
+    torch.testing.assert_close(logged["actor/ratio"], ratio.mean())
+    torch.testing.assert_close(logged["actor/approx_kl"], -log_ratio.mean())
+    fraction = (-advantages * ratio < -advantages * ratio.clamp(0.8, 1.28)).float().mean()
+    torch.testing.assert_close(logged["actor/clip_fraction"], fraction)
+
+
+@pytest.mark.parametrize("episode", [None, 10])
+@pytest.mark.parametrize("shape", [(6, 4, 7), (6, 4), (6,)])
+def test_rlinfs_chunks_of_actions(shape, episode, monkeypatch):
+    """A mask of chunks counts each of them once, however many actions it has."""
+    monkeypatch.setenv("HPO_GATE", "ppo_clip")
+    draw = torch.Generator().manual_seed(3)
+    of_chunks = (*shape[:2], 1) if len(shape) == 3 else shape
+    old = -torch.rand(shape, generator=draw)
+    logp = old + 0.4 * torch.randn(shape, generator=draw)
+    advantages, mask = torch.randn(of_chunks, generator=draw), torch.rand(of_chunks, generator=draw) < 0.8
+    sums = torch.randint(1, 9, of_chunks, generator=draw)
+    told = {"loss_mask": mask, "loss_mask_sum": sums, "max_episode_steps": episode, "task_type": "embodied"}
+
+    def theirs(logp):
+        terms = masked(clipped(logp, old, advantages), mask)
+        return terms.sum() / mask.sum() if episode is None else (terms / (sums / episode)).mean()
+
+    equal(lambda logp: of_rlinf(logp, old, advantages, **told), theirs, logp)
+
+
+def test_rlinfs_critic_and_its_warm_up(monkeypatch):
+    monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
+    batch, values = Batch(), torch.tensor([2.0, 3.0])
+    arguments = (batch.logp, batch.old, batch.advantages)
+    expected = hpo.policy_loss(*arguments, batch.mask, gates.gspo(0.05, 0.06), advantage_level="token").loss
+    told = {"name": "hpo_actor_critic", "loss_mask": batch.mask, "values": values}
+    loss, logged = of_rlinf(*arguments, **told)
+    torch.testing.assert_close(loss, expected + 5)
+    assert logged["critic/value_loss"] == 7 and logged["actor/policy_loss"] == expected
+    assert of_rlinf(*arguments, critic_warmup=True, **told)[0] == 5
+
+
+@pytest.mark.parametrize(
+    ("gate", "told", "said"),
+    [
+        ("", {}, "HPO_GATE: expected a gate, .* export it before ray start"),
+        ("icepop", {}, "RLinf tells its loss one old policy"),
+        ("gspo", {"clip_ratio_high": 0.28}, "clip_ratio_high: the gate 'gspo' does not read it; got 0.28"),
+        ("dapo", {"clip_ratio_c": 2.0}, "clip_ratio_c: the gate 'dapo' does not read it; got 2.0"),
+        ("dapo", {"clip_log_ratio_max": 5.0}, "clip_log_ratio_max: the gate 'dapo' does not read it"),
+        (
+            "dapo",
+            {"proximal_logprobs": torch.zeros(1)},
+            "proximal_logprobs: expected None, because hpo_actor has one old policy",
+        ),
+        ("gspo", {"task_type": "embodied"}, "'gspo' has a level above tokens"),
+        ("dapo", {"loss_agg_func": sum}, "loss_agg_func: expected one of RLinf's three"),
+    ],
+)
+def test_rlinf_refuses_by_name(gate, told, said, monkeypatch):
+    monkeypatch.setenv("HPO_GATE", gate)
+    batch = Batch()
+    with pytest.raises(ValueError, match=said):
+        of_rlinf(batch.logp, batch.old, batch.advantages, **told)
+
+
+# -------------------------------------------------------------------------------------------------------- open-instruct
+# forward_for_logprobs, compute_rho_correction and compute_grpo_loss of open_instruct/grpo_utils.py, masked_mean of
+# rl_utils.py, and the step of grpo_fast.py at e6c3044.
+
+DENOMINATOR = 37.0
+
+
+class Packs:
+    """A batch as two packs of three sequences, each of which begins with a token of its query."""
+
+    def __init__(self, seed=0):
+        self.batch = Batch(seed)
+        self.batch.mask[:, 0] = False
+        self.mask, self.positions = self.of(self.batch.mask), self.of(torch.arange(LENGTH).expand(ROWS, LENGTH))
+
+    def of(self, values):
+        rows = parts(values, self.batch)
+        packs = [torch.cat(rows[:3]), torch.cat(rows[3:])]
+        return torch.nn.utils.rnn.pad_sequence(packs, batch_first=True)[:, 1:]
+
+    def masked(self, values):
+        """As open-instruct marks what is no log-probability."""
+        return torch.where(self.mask, self.of(values), 1.0)
+
+
+def of_open_instruct(packs, logp, *, weights=1.0, **fields):
+    """The calls of a step for one pack, and the loss that it makes of their results."""
+    config = SimpleNamespace(**{
+        "clip_lower": 0.2, "clip_higher": 0.272, "loss_fn": "dapo", "use_rho_correction": True,
+        "use_vllm_logprobs": False, "sequence_parallel_size": 1, **fields,
+    })  # fmt: skip
+    own = {
+        "forward_for_logprobs": lambda model, ids, attention_mask, positions, **_: model(ids),
+        "compute_rho_correction": lambda old, *_: SimpleNamespace(weights=weights * torch.ones_like(old)),
+        "compute_grpo_loss": lambda new, ratio, advantages, ref, config, rho: (None, None, new - ref),
+    }
+    batch = packs.batch
+    with modules(open_instruct__grpo_utils=own) as stubs:
+        integration("open_instruct").install()
+        theirs = stubs["open_instruct.grpo_utils"]
+        new = theirs.forward_for_logprobs(
+            lambda _: packs.masked(logp), None, None, torch.nn.functional.pad(packs.positions, (1, 0)), temperature=1.0
+        )
+        old, sampler, ref = (packs.masked(each) for each in (batch.old, batch.rollout, batch.ref))
+        advantages = packs.of(batch.advantages)
+        rho = theirs.compute_rho_correction(old, sampler, packs.mask, advantages, config)
+        policy, fraction, kl = theirs.compute_grpo_loss(
+            new_logprobs=new, ratio=torch.exp(new - old), advantages=advantages, ref_logprobs=ref, config=config,
+            rho_weights=rho.weights,
+        )  # fmt: skip
+    return ((policy + 0.1 * kl) * packs.mask).sum() / DENOMINATOR, fraction
+
+
+@pytest.mark.parametrize("weights", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("kind", ["dapo", "cispo"])
+def test_open_instruct(kind, weights):
+    packs = Packs()
+    batch = packs.batch
+    ratio = torch.exp(batch.logp - batch.old)
+
+    def theirs(logp):
+        terms = {
+            "dapo": lambda: clipped(logp, batch.old, batch.advantages, 0.2, 0.3),
+            "cispo": lambda: -batch.advantages * ratio.clamp(max=1.3) * logp,
+        }[kind]()
+        return masked(weights * terms + 0.1 * (logp - batch.ref), batch.mask).sum() / DENOMINATOR
+
+    fields = {"loss_fn": kind, "clip_higher": 0.3, "weights": weights}
+    equal(lambda logp: of_open_instruct(packs, logp, **fields), theirs, batch.logp)
+    low, high = ((ratio < 0.8) & (batch.advantages < 0), (ratio > 1.3) & (batch.advantages > 0))
+    outside = ratio > 1.3 if kind == "cispo" else low | high
+    expected = outside[batch.mask].float().mean() if weights else torch.zeros(())
+    fraction = of_open_instruct(packs, batch.logp, **fields)[1]
+    torch.testing.assert_close(fraction[packs.mask], expected.expand(batch.mask.sum()))
+    assert (fraction[~packs.mask] == 0).all()
+
+
+@pytest.mark.parametrize("gate", ["gspo(0.05, 0.06)", "step_gspo(0.05, 0.06)", "icepop(0.8, 1.2)"])
+def test_open_instructs_sequences_follow_from_positions(gate, monkeypatch):
+    monkeypatch.setenv("HPO_GATE", gate)
+    packs = Packs()
+    batch, named = packs.batch, named_gate(gate)
+    rows = padded_rows(batch.mask, named)
+
+    def expected(logp):
+        loss = hpo.policy_loss(
+            logp, batch.old, batch.advantages, rows, named, weights=torch.ones(ROWS), advantage_level="token",
+            rollout_logp=batch.rollout if named.needs_rollout else None,
+        ).loss  # fmt: skip
+        return (loss + 0.1 * masked(logp - batch.ref, batch.mask).sum()) / DENOMINATOR
+
+    equal(lambda logp: of_open_instruct(packs, logp, use_rho_correction=False), expected, batch.logp)
+
+
+def test_open_instruct_warns_of_log_probabilities_that_vllm_lacks(monkeypatch):
+    monkeypatch.setenv("HPO_GATE", "icepop")
+    packs = Packs()
+    packs.batch.rollout[0, 1] = 1.0
+    with pytest.warns(UserWarning, match="by rollout_logp"):
+        of_open_instruct(packs, packs.batch.logp, use_rho_correction=False)
+
+
+@pytest.mark.parametrize(
+    ("gate", "fields", "said"),
+    [
+        ("icepop", {}, "use_rho_correction: it and the gate 'icepop' correct the same difference"),
+        ("icepop", {"use_vllm_logprobs": True, "use_rho_correction": False}, "there is one old policy"),
+        ("dapo", {"clip_higher": 0.3}, "clip_higher: the gate 'dapo' does not read it; got 0.3"),
+        ("dapo", {"loss_fn": "cispo"}, "loss_fn: the gate 'dapo' does not read it; got cispo"),
+        ("gspo", {"sequence_parallel_size": 2}, "sequence_parallel_size: the gate 'gspo' takes whole sequences"),
+        ("", {"loss_fn": "ppo"}, "loss_fn"),
+    ],
+)
+def test_open_instruct_refuses_by_name(gate, fields, said, monkeypatch):
+    monkeypatch.setenv("HPO_GATE", gate)
+    packs = Packs()
+    with pytest.raises(ValueError, match=said):
+        of_open_instruct(packs, packs.batch.logp, **fields)

@@ -4,6 +4,7 @@ formulas of its own loss. `make test-trainers` runs those that install against t
 import contextlib
 import math
 import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,8 +17,9 @@ from trainer_batches import LENGTH, ROWS, Batch, clipped, equal, gradient, integ
 import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.integrations import prompt_advantages
-from hpo_core.integrations.micro_batch import check_gate, fractions, packed_rows, padded_rows, token_loss
+from hpo_core.integrations.micro_batch import fractions, packed_rows, padded_rows, token_loss
 from hpo_core.integrations.named import named_estimator, named_gate, named_window
+from hpo_core.integrations.served import check_gate
 from hpo_core.integrations.trl_metrics import reported
 
 # --------------------------------------------------------------------------------------------- names in configurations
@@ -246,17 +248,43 @@ def test_openrlhf_is_replaced_where_its_actor_looks_the_name_up(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "main"), [("openrlhf", "openrlhf.cli.train_ppo_ray"), ("easyr1", "verl.trainer.main")]
+    ("name", "main", "arguments"),
+    [
+        ("openrlhf", "openrlhf.cli.train_ppo_ray", ["--x"]),
+        ("easyr1", "verl.trainer.main", ["--x"]),
+        ("open_instruct", "open_instruct.grpo", ["grpo", "--x"]),
+    ],
 )
-def test_a_launcher_starts_ray_with_the_hook_and_the_gate(name, main, monkeypatch):
+def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(name, main, arguments, monkeypatch):
+    """Beside what the trainer itself asks of Ray."""
     monkeypatch.setenv("HPO_GATE", "gspo")
+    monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
     asked = {}
-    with modules(ray={"init": asked.update}):
-        monkeypatch.setattr(runpy, "run_module", lambda name, **_: asked.update(ran=name))
+
+    def run(name, **_):
+        asked.update(ran=name, arguments=sys.argv[1:])
+        stubs["ray"].init(num_cpus=2, runtime_env={"env_vars": {"OWN": "1"}, "excludes": [".git/"]})
+
+    def start(**options):
+        asked.update(options)
+
+    with modules(ray={"init": start}) as stubs:
+        monkeypatch.setattr(runpy, "run_module", run)
         integration(name).launch()
-    told = asked["runtime_env"]
-    assert told["worker_process_setup_hook"] == f"hpo_core.integrations.{name}.install"
-    assert told["env_vars"]["HPO_GATE"] == "gspo" and asked["ran"] == main
+        assert stubs["ray"].init is start
+    hook = f"hpo_core.integrations.{name}.install"
+    environment = {"env_vars": {"OWN": "1", "HPO_GATE": "gspo"}, "excludes": [".git/"]}
+    assert asked == {
+        "ran": main, "arguments": ["--x"], "num_cpus": 2,
+        "runtime_env": {**environment, "worker_process_setup_hook": hook},
+    }  # fmt: skip
+
+
+def test_open_instruct_has_two_programs(monkeypatch):
+    for arguments in ([], ["ppo"]):
+        monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
+        with pytest.raises(ValueError, match="program: expected one of grpo_fast, grpo, got"):
+            integration("open_instruct").launch()
 
 
 # --------------------------------------------------------------------------------------------------------------- AReaL

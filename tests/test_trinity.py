@@ -88,7 +88,7 @@ def validated(**algorithm):
 
 def test_trinity_trains_with_what_the_manual_and_the_docstring_say():
     yaml = pytest.importorskip("yaml")
-    page = Path(__file__).parent.parent.joinpath("docs", "trainers.md").read_text()
+    page = Path(__file__).parent.parent.joinpath("docs", "trainer_setup.md").read_text()
     of_page = re.search(r"```yaml\n(algorithm:\n.*?)```", page, re.DOTALL)[1]
     of_module = re.search(r"\n    (algorithm:\n.*?)\n\n", integration("trinity").__doc__, re.DOTALL)[1]
     for text in (of_page, of_module):

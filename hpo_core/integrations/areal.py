@@ -22,9 +22,10 @@ from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, fractions, packed_rows, padded_rows, sequence_clip, token_loss, told_beside
-from .named import VARIABLE, told_gate
+from .micro_batch import fractions, packed_rows, padded_rows, sequence_clip, token_loss
+from .named import VARIABLE
 from .replaced import replaced
+from .served import check_environment_gate, check_gate, environment_gate_beside
 
 __all__ = ["ACTORS", "grpo_loss_fn", "install"]
 
@@ -84,7 +85,7 @@ def grpo_loss_fn(
     )  # fmt: skip
     if m2_threshold is not None:
         mask = actor._apply_m2po_masking(behaviour, proximal, mask, m2_threshold)
-    told = told_beside("AReaL", fields, _UNSET)
+    told = environment_gate_beside("AReaL", fields, _UNSET)
     gate = _described(fields, sapo_tau_pos, sapo_tau_neg, use_decoupled_loss) if told is None else told
     # without it AReaL gives prox_logp and logprobs the same values
     coupled = "" if use_decoupled_loss else "with actor.use_decoupled_loss=false there is one old policy"
@@ -225,10 +226,8 @@ def _trainer() -> Any:
         """AReaL takes the actor's class from its own modules; workers find the gate in their environment."""
         kinds = {"fsdp": "FSDPPPOActor", "megatron": "MegatronPPOActor", "archon": "ArchonPPOActor"}
         check_choice("backend", alloc.backend, kinds)
+        check_environment_gate("AReaL")
         if os.environ.get(VARIABLE):
-            told = told_gate()
-            assert told is not None
-            check_gate(told, "AReaL")
             for spec in actor_config.scheduling_spec:
                 spec.env_vars[VARIABLE] = os.environ[VARIABLE]
         name = kinds[alloc.backend]

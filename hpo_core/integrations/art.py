@@ -17,9 +17,9 @@ import torch
 
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, packed_rows, token_loss
-from .named import named_gate
+from .micro_batch import packed_rows, token_loss
 from .replaced import after_import
+from .served import served_gate
 
 __all__ = ["loss_fn", "use"]
 
@@ -31,9 +31,7 @@ _SILENCED = (
 
 def use(backend: Any, gate: RatioGate | str) -> None:
     """Let this backend, ``LocalBackend(in_process=True)`` or ART's ``TinkerBackend`` alike, train with the gate."""
-    made = named_gate(gate)
-    check_gate(made, "ART")
-    check(not made.needs_rollout, "gate: {!r} corrects the sampler, which is ART's only old policy", made.name)
+    made = served_gate(gate, "ART", one_policy="ART's only old policy is the sampler")
     check(getattr(backend, "_in_process", False), "backend: expected in_process=True, got {}", type(backend).__name__)
     for name in ("art.unsloth.train", "art.tinker.service"):
         after_import(name, lambda module: setattr(module, "loss_fn", functools.partial(loss_fn, gate=made)))

@@ -16,9 +16,9 @@ from .. import gates
 from ..arguments import check_choice
 from ..gates import RatioGate
 from ..specs import Routing
-from .micro_batch import check_gate, fractions, padded_rows, sequence_clip, token_loss, told_beside, weights_of
-from .named import told_gate
+from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, weights_of
 from .replaced import after_import, run_under_ray
+from .served import check_environment_gate, check_gate, environment_gate_beside
 
 __all__ = ["compute_policy_loss", "install", "launch"]
 
@@ -29,13 +29,6 @@ _UNSET = {
 }  # fmt: skip
 
 _HOOK = "hpo_core.integrations.easyr1.install"
-
-# What EasyR1 gives its workers where nobody has started Ray before.
-_ENVIRONMENT = {
-    "TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "VLLM_LOGGING_LEVEL": "WARN",
-    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-}  # fmt: skip
 
 
 def compute_policy_loss(
@@ -58,14 +51,14 @@ def compute_policy_loss(
     """
     given = (clip_ratio_low, clip_ratio_high, clip_ratio_dual, tau_positive, tau_negative, loss_type)
     fields = dict(zip(_UNSET, given, strict=True))
-    gate = told_beside("EasyR1", fields, _UNSET)
+    gate = environment_gate_beside("EasyR1", fields, _UNSET)
     if gate is None:
         gate = _described(loss_type, clip_ratio_low, clip_ratio_high, clip_ratio_dual, tau_positive, tau_negative)
     check_gate(gate, "EasyR1", one_policy="EasyR1 tells its loss no sampler")
     check_choice("loss_avg_mode", loss_avg_mode, ("token", "seq"))
     batch = padded_rows(response_mask, gate)
     mode = "token-mean" if loss_avg_mode == "token" else "seq-mean-token-mean"
-    weights = weights_of(mode, batch, batch.row_counts.sum(), batch.rows, 1)  # rows without tokens count, too
+    weights = weights_of(mode, batch)
     out = token_loss(log_probs, old_log_probs, advantages, batch, gate, weights)
     seen = fractions(out.metrics, gate)
     names = {"clipped": "pg_clipfrac_higher", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}
@@ -94,15 +87,13 @@ def install() -> None:
 
 
 def launch() -> None:
-    """Ray with the hook, then EasyR1's own command line, which starts Ray only where it does not run yet.
+    """EasyR1's own command line, whose Ray workers have the hook.
 
     Raises:
         ValueError: a gate that the workers would refuse.
     """
-    told = told_gate()
-    if told is not None:
-        check_gate(told, "EasyR1", one_policy="EasyR1 tells its loss no sampler")
-    run_under_ray("verl.trainer.main", _HOOK, _ENVIRONMENT)
+    check_environment_gate("EasyR1", one_policy="EasyR1 tells its loss no sampler")
+    run_under_ray("verl.trainer.main", _HOOK)
 
 
 if __name__ == "__main__":

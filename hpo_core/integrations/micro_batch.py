@@ -1,4 +1,4 @@
-"""What trainers' losses have in common: the rows of a micro-batch, the gates that it can serve, and the metrics."""
+"""What trainers' losses have in common: the rows of a micro-batch, the loss of its tokens, and the metrics."""
 
 from __future__ import annotations
 
@@ -11,103 +11,17 @@ import torch
 from .. import aggregation, gates
 from ..arguments import check_choice
 from ..batch import PackedBatch
-from ..checks import check, require_type
 from ..gates import Clip, Drop, Level, RatioGate
 from ..kl import KLPenalty
 from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, SLOTS, Metrics
 from ..specs import Head, Unit
-from .named import VARIABLE, told_gate
 from .turns import turns
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 _DUAL = "clipped_high_negative"
 _MOST_K3 = 10.0  # of a token, in trainers that clamp k3
-
-
-def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_policy: str = "") -> None:
-    """That a trainer which hands over rows, and no more, can serve the gate.
-
-    Args:
-        trainer: its name, for the message.
-        groups: whether the rows carry the ids of their prompts.
-        one_policy: why the sampler is no policy beside the old one, if it is none.
-
-    Raises:
-        ValueError: a gate with a level of groups or domains that the micro-batch does not know, or with inputs of its
-            own, or that corrects the sampler where there is no other policy.
-    """
-    for unit in sorted(gate.units):
-        check(
-            unit in (Unit.STEP, Unit.TRAJECTORY) or (groups and unit is Unit.GROUP),
-            "gate: {!r} works on the level of {}s, and {} tells its loss {}; take a gate of tokens, steps or "
-            "trajectories, or call hpo_core.policy_loss in a loop of your own",
-            gate.name,
-            unit.name.lower(),
-            trainer,
-            "prompts but no domains" if groups else "no prompts",
-        )
-    check(
-        not gate.required,
-        "gate: {!r} needs {}, for which {} has no place; call hpo_core.policy_loss in a loop of your own",
-        gate.name,
-        " and ".join(f"{name}, as from {call}" for name, call in gate.required.items()),
-        trainer,
-    )
-    check(
-        not one_policy or not gate.needs_rollout,
-        "gate: {!r} corrects what sampler and old policy differ by, and {}; take the gate that it corrects",
-        gate.name,
-        one_policy,
-    )
-
-
-def check_registered(gate: Any, config: str) -> None:
-    """That a registry gets a gate, or a function of the trainer's ``config``, which constructors of gates are not."""
-    is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
-    require_type(
-        isinstance(gate, RatioGate) or (callable(gate) and not is_constructor),
-        "gate: expected a RatioGate, or a function of {} that returns one, got {}",
-        config,
-        gate,
-    )
-
-
-def check_unread(
-    gate: RatioGate, trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any], fix: str = ""
-) -> None:
-    """That no setting of the trainer is other than its own value ``unset``, because the gate would silence it."""
-    for name, value in given.items():
-        check(
-            value == unset[name],
-            "{}: the gate {!r} does not read it; got {}, leave it at {}'s {}{}",
-            name,
-            gate.name,
-            value,
-            trainer,
-            unset[name],
-            fix,
-        )
-
-
-def told_beside(trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any]) -> RatioGate | None:
-    """:func:`told_gate`; beside a gate, settings of the trainer that it would silence are refused."""
-    told = told_gate()
-    if told is not None:
-        check_unread(told, trainer, given, unset, f" or take {VARIABLE} away")
-    return told
-
-
-def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: str) -> None:
-    """That a gate which corrects the sampler's log-probabilities gets them. ``setting``: what makes the trainer tell
-    them."""
-    check(
-        rollout_logp is not None or not gate.needs_rollout,
-        "gate: {!r} corrects what the sampler's log-probabilities differ by, and the batch has none; set {}",
-        gate.name,
-        setting,
-    )
 
 
 def sequence_clip(low: float, high: float, ratio_dual: float | None = None, **level: Any) -> RatioGate:
@@ -216,8 +130,12 @@ def token_loss(
     return out._replace(loss=out.loss + kl.beta * _MOST_K3 * torch.where(counted, weight, 0.0).sum())
 
 
-def clip_slots(gate: RatioGate) -> list[str]:
-    """The slots of the metrics that count clipped tokens, without a dual clip, which only linear heads have."""
+def clipped_tokens(metrics: Metrics, gate: RatioGate) -> torch.Tensor:
+    """The number of clipped tokens, on the device: without those of a dual clip, which only linear heads have."""
+    return torch.stack([metrics[slot] for slot in _clip_slots(gate)]).sum()
+
+
+def _clip_slots(gate: RatioGate) -> list[str]:
     slots = [slot for slot in SLOTS if slot.startswith("clipped_")]
     return [slot for slot in slots if slot != _DUAL] if gate.head is Head.LINEAR else slots
 
@@ -233,7 +151,7 @@ def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
     """
     count = dict(zip(SLOTS, metrics.vector.tolist(), strict=True))
     tokens = max(count["tokens"], 1.0)
-    slots = clip_slots(gate)
+    slots = _clip_slots(gate)
     return {
         "tokens": count["tokens"],
         "clipped": sum(count[slot] for slot in slots) / tokens,
@@ -250,14 +168,17 @@ def warn_of_flags(seen: Mapping[str, float]) -> None:
             warnings.warn(f"hpo_core.policy_loss: {name}: {FLAGS[name]}", stacklevel=2)
 
 
-def weights_of(mode: str, batch: PackedBatch, tokens: Any, rows: Any, length: int) -> torch.Tensor:
+def weights_of(mode: str, batch: PackedBatch, tokens: Any = None, rows: Any = None) -> torch.Tensor:
     """``[B]``: the denominator of one of verl's :data:`MODES`, which others took over, for these numbers of tokens and
-    rows."""
+    rows. Default: those of the micro-batch, of which rows without tokens are rows, too."""
     check_choice("loss_agg_mode", mode, MODES)
+    tokens = batch.row_counts.sum() if tokens is None else tokens
+    rows = batch.rows if rows is None else rows
     if mode == "token-mean":
         return aggregation.token_mean(batch, total=tokens, ranks=1)
     if mode == "seq-mean-token-sum":
         return aggregation.seq_mean_token_sum(batch, total=rows, ranks=1)
     if mode == "seq-mean-token-mean":
         return aggregation.seq_mean_token_mean(batch, total=rows, ranks=1)
-    return aggregation.fixed_length(batch, length, total=1, ranks=1)
+    assert batch.padded_shape is not None
+    return aggregation.fixed_length(batch, batch.padded_shape[1], total=1, ranks=1)

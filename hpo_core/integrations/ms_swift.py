@@ -26,7 +26,8 @@ from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..specs import Routing
-from .micro_batch import check_gate, check_sampler, check_unread, fractions, padded_rows, sequence_clip, token_loss
+from .micro_batch import fractions, padded_rows, sequence_clip, token_loss
+from .served import check_gate, check_sampler, check_unread
 
 __all__ = ["HPOSwiftTrainer", "use"]
 

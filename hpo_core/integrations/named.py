@@ -68,7 +68,7 @@ def named_estimator(text: str) -> Callable[..., torch.Tensor]:
     return functools.partial(function, **keywords) if keywords else function
 
 
-def told_gate() -> RatioGate | None:
+def environment_gate() -> RatioGate | None:
     """The gate of the environment variable ``HPO_GATE``, or None."""
     text = os.environ.get(VARIABLE)
     return named_gate(text, VARIABLE) if text else None

@@ -24,8 +24,8 @@ from .. import aggregation, gates, kl
 from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
-from .micro_batch import check_gate, fractions, padded_rows, token_loss
-from .named import named_gate
+from .micro_batch import fractions, padded_rows, token_loss
+from .served import served_gate
 
 __all__ = ["HPOLossFn"]
 
@@ -56,8 +56,7 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
         reference_policy_kl_penalty: float = 0.0,
         use_fused_linear_logprobs: bool = False,
     ) -> None:
-        self.gate = named_gate(gate)
-        check_gate(self.gate, "NeMo-RL")
+        self.gate = served_gate(gate, "NeMo-RL")
         check(
             reference_policy_kl_penalty >= 0,
             "reference_policy_kl_penalty: expected a coefficient >= 0, got {}",

@@ -11,7 +11,6 @@ Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, check_unread, fractions, padded_rows, sequence_clip, token_loss, warn_of_flags
-from .named import named_gate, told_gate
+from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, warn_of_flags
+from .named import environment_gate, named_gate
 from .replaced import run_under_ray
+from .served import check_environment_gate, check_gate, check_unread
 
 __all__ = ["HPOPolicyLoss", "install", "launch"]
 
@@ -62,7 +62,7 @@ class HPOPolicyLoss(torch.nn.Module):
             "clip_eps_low": clip_eps_low, "clip_eps_high": clip_eps_high, "dual_clip": dual_clip,
             "policy_loss_type": policy_loss_type,
         }  # fmt: skip
-        told = named_gate(self.gate) if self.gate is not None else told_gate()
+        told = named_gate(self.gate) if self.gate is not None else environment_gate()
         self.per_token = token_level_loss
         self.anchors_sampler = False
         self.correction: tuple[str, str, str, float, float] | None = None
@@ -194,17 +194,13 @@ def install() -> None:
 
 
 def launch() -> None:
-    """Ray with the hook, then OpenRLHF's own command line, which starts Ray only where it does not run yet.
+    """OpenRLHF's own command line, whose Ray workers have the hook.
 
     Raises:
         ValueError: a gate that the workers would refuse.
     """
-    told = told_gate()
-    if told is not None:
-        check_gate(told, "OpenRLHF")
-    values = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
-    values = {name: os.environ.get(name, value) for name, value in values.items()}
-    run_under_ray("openrlhf.cli.train_ppo_ray", _HOOK, values)
+    check_environment_gate("OpenRLHF")
+    run_under_ray("openrlhf.cli.train_ppo_ray", _HOOK)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ..gates import RatioGate
-from .micro_batch import check_gate, clip_slots, padded_rows, token_loss
-from .named import named_gate
+from .micro_batch import clipped_tokens, padded_rows, token_loss
+from .served import served_gate
 
 __all__ = ["loss"]
 
@@ -47,7 +47,7 @@ def loss(inputs: Any, gate: str = "dppo_tv(low=0.2, high=0.2)", kl_tau: float = 
         squared = torch.where(mask, logp - old, 0.0).float().square()
         total = total + kl_tau * (squared if weight is None else torch.where(mask, weight, 0.0) * squared).sum()
     tokens = out.metrics["tokens"].clamp(min=1)
-    clipped = sum(out.metrics[slot] for slot in clip_slots(made))
+    clipped = clipped_tokens(out.metrics, made)
     metrics = {
         "hpo/clipped": clipped / tokens,
         "hpo/log_ratio": out.metrics["log_ratio_sum"] / tokens,
@@ -59,6 +59,4 @@ def loss(inputs: Any, gate: str = "dppo_tv(low=0.2, high=0.2)", kl_tau: float = 
 
 @functools.cache
 def _gate(text: str) -> RatioGate:
-    made = named_gate(text)
-    check_gate(made, "prime-rl", one_policy="prime-rl's old policy is the sampler")
-    return made
+    return served_gate(text, "prime-rl", one_policy="prime-rl's old policy is the sampler")

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -38,14 +38,21 @@ def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _Finder(name, function))
 
 
-def run_under_ray(main: str, hook: str, environment: dict[str, str]) -> None:
-    """Starts Ray, whose workers each call ``hook``, and runs the trainer's own ``main``, which starts Ray only where it
-    does not run yet. Workers get ``HPO_GATE`` besides ``environment``."""
+def run_under_ray(main: str, hook: str) -> None:
+    """Runs the trainer's own ``main``. Where that starts Ray, as it likes, workers call ``hook`` and get ``HPO_GATE``,
+    too."""
     import ray
 
-    given = {VARIABLE: os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}
-    ray.init(runtime_env={"env_vars": {**environment, **given}, "worker_process_setup_hook": hook})
-    runpy.run_module(main, run_name="__main__", alter_sys=True)
+    def start(*arguments: Any, runtime_env: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        given = {VARIABLE: os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}
+        asked = dict(runtime_env or {})
+        variables = {**asked.get("env_vars", {}), **given}
+        asked |= {"env_vars": variables, "worker_process_setup_hook": hook}
+        return begin(*arguments, runtime_env=asked, **options)
+
+    begin = ray.init
+    with replaced(ray, init=start):
+        runpy.run_module(main, run_name="__main__", alter_sys=True)
 
 
 class _Finder:

@@ -20,11 +20,11 @@ except ImportError as error:
 
 from .. import gates, kl
 from ..batch import PackedBatch
-from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
 from ..specs import Unit
-from .micro_batch import check_gate, fractions, padded_rows, sequence_clip, token_loss, told_beside, weights_of
+from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, weights_of
+from .served import check_gate, environment_gate_beside
 
 __all__ = ["HPOActorWorker"]
 
@@ -65,7 +65,7 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
             of_samples = self.compute_sample_weights(data, responses & kept)[:, None].expand_as(logp)
             token_weight = of_samples if token_weight is None else token_weight * of_samples
         batch = padded_rows(mask, gate)
-        weights = weights_of(config.loss_agg_mode, batch, tokens[counted], samples[counted], mask.shape[-1])
+        weights = weights_of(config.loss_agg_mode, batch, tokens[counted], samples[counted])
         penalty = config.use_kl_loss and config.kl_loss_coef != 0
         out = token_loss(
             logp, old, rows["advantages"], batch, gate, weights,
@@ -77,7 +77,7 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         if config.entropy_loss_coef > 0:
             entropy = self.strategy.op_compute_entropy(logits=output_tensor, attention_mask=rows["response_mask"])
             spoken = responses if of_rlvr else mask
-            counts = (tokens["response_mask"], samples["response_mask"], mask.shape[-1])
+            counts = (tokens["response_mask"], samples["response_mask"])
             shares = weights_of(config.loss_agg_mode, PackedBatch.from_padded(spoken), *counts)
             bonus = (shares[:, None] * torch.where(spoken, entropy, 0.0)).sum()
             total = total - config.entropy_loss_coef * bonus
@@ -120,12 +120,10 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
 def _gate(config: Any) -> RatioGate:
     """The gate of ``HPO_GATE``, or the gate that the yaml describes."""
     given = {name: getattr(config, name, value) for name, value in _UNSET.items()}
-    gate = told_beside("ROLL", given, _UNSET)
+    gate = environment_gate_beside("ROLL", given, _UNSET)
     if gate is None:
         return _described(config)
-    check_gate(gate, "ROLL")
-    check(not gate.needs_rollout, "gate: {!r} corrects the sampler, whose log-probabilities ROLL keeps to its own "
-          "correction; take the gate that it corrects", gate.name)  # fmt: skip
+    check_gate(gate, "ROLL", one_policy="ROLL keeps the sampler's log-probabilities to its own correction")
     return gate
 
 

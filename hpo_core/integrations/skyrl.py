@@ -36,8 +36,9 @@ from .. import advantages, gates
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..specs import Head, Penalty
-from .micro_batch import check_gate, check_registered, check_sampler, check_unread, fractions, padded_rows, token_loss
+from .micro_batch import fractions, padded_rows, token_loss
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages, settings_of
+from .served import check_gate, check_registered, check_sampler, check_unread
 
 __all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
 

@@ -20,7 +20,8 @@ from .. import gates
 from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
-from .micro_batch import check_gate, clip_slots, packed_rows, sequence_clip, token_loss, told_beside
+from .micro_batch import clipped_tokens, packed_rows, sequence_clip, token_loss
+from .served import check_gate, environment_gate_beside
 
 __all__ = ["loss"]
 
@@ -57,7 +58,7 @@ def reduced_loss(
         "custom_pg_loss_reducer_function_path: hpo_core weighs whole responses, expected None, got {!r}; leave it out",
         reducer,
     )
-    told = told_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
+    told = environment_gate_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
     gate = _described(args) if told is None else told
     check(
         told is None or args.advantage_estimator not in ("gspo", "cispo"),
@@ -145,7 +146,7 @@ def reduced_loss(
     # slime divides what is logged as it divides the loss. The kernel counts clipped tokens in all, not of each sample:
     # without --calculate-per-token-loss their fraction is one of tokens, too, and not the mean of samples' fractions.
     share = (weights * rows.row_counts).sum() / out.metrics["tokens"].clamp(min=1)
-    clipped = sum(out.metrics[slot] for slot in clip_slots(gate))
+    clipped = clipped_tokens(out.metrics, gate)
     return total, {
         "loss": total.detach(),
         "pg_loss": out.loss.detach(),

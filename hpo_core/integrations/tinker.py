@@ -19,8 +19,8 @@ from ..checks import check, require_type
 from ..gates import RatioGate
 from ..segments import ids_of
 from ..specs import Unit
-from .micro_batch import check_gate, fractions, packed_rows, token_loss
-from .named import named_gate
+from .micro_batch import fractions, packed_rows, token_loss
+from .served import served_gate
 
 __all__ = ["custom_loss"]
 
@@ -41,9 +41,8 @@ def custom_loss(
     Raises:
         ValueError: a gate that needs what datums do not tell.
     """
-    made = named_gate(gate)
+    made = served_gate(gate, "Tinker", groups=prompts is not None, one_policy="a datum has one old policy")
     grouped = Unit.GROUP in made.units
-    check_gate(made, "Tinker", groups=prompts is not None, one_policy="a datum has one old policy")
     check_choice("reduction", reduction, ("sum", "mean"))
 
     def loss(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:

@@ -16,8 +16,8 @@ from .. import aggregation, kl
 from ..gates import RatioGate
 from ..logprobs import token_logprobs
 from ..losses import policy_loss
-from .micro_batch import check_gate, fractions, padded_rows, warn_of_flags
-from .named import named_gate
+from .micro_batch import fractions, padded_rows, warn_of_flags
+from .served import served_gate
 
 __all__ = ["HPOLoss"]
 
@@ -39,8 +39,7 @@ class HPOLoss:
     beta: float = 0.1
 
     def __post_init__(self) -> None:
-        made = named_gate(self.gate)
-        check_gate(made, "torchforge", one_policy="targets have one old policy")
+        made = served_gate(self.gate, "torchforge", one_policy="targets have one old policy")
         object.__setattr__(self, "gate", made)
 
     def __call__(

@@ -17,8 +17,9 @@ except ImportError as error:
 from .. import aggregation, gates
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import check_gate, clip_slots, padded_rows, token_loss
+from .micro_batch import clipped_tokens, padded_rows, token_loss
 from .named import named_gate
+from .served import check_gate
 
 __all__ = ["HPOLoss"]
 
@@ -80,6 +81,6 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
         old = (logp - log_weight.squeeze(-1)).detach()
         weights = (aggregation.seq_mean_token_mean if per_row else aggregation.token_mean)(batch, ranks=1)
         out = token_loss(logp, old, advantage.squeeze(-1), batch, self.gate, weights, rollout_logp=old)
-        clipped = sum(out.metrics[slot] for slot in clip_slots(self.gate))
+        clipped = clipped_tokens(out.metrics, self.gate)
         fraction = (clipped / out.metrics["tokens"].clamp(min=1)).to(log_weight.dtype)
         return out.loss.to(log_weight.dtype).expand_as(log_weight), fraction

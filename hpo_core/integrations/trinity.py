@@ -22,8 +22,8 @@ except ImportError as error:
 
 from ..arguments import check_choice
 from ..checks import check
-from .micro_batch import MODES, check_gate, fractions, padded_rows, token_loss, weights_of
-from .named import named_gate
+from .micro_batch import MODES, fractions, padded_rows, token_loss, weights_of
+from .served import served_gate
 
 __all__ = ["HPOPolicyLossFn"]
 
@@ -43,8 +43,8 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
 
     def __init__(self, backend: str = "verl", gate: str = "ppo_clip", loss_agg_mode: str = "") -> None:
         super().__init__(backend=backend)
-        self.gate, self.loss_agg_mode = named_gate(gate), loss_agg_mode
-        check_gate(self.gate, "Trinity-RFT", one_policy="Trinity-RFT tells its loss no sampler")
+        self.gate = served_gate(gate, "Trinity-RFT", one_policy="Trinity-RFT tells its loss no sampler")
+        self.loss_agg_mode = loss_agg_mode
         check(loss_agg_mode != "", "loss_agg_mode: expected one in policy_loss_fn_args, where Trinity-RFT writes "
               "algorithm.loss_agg_mode over it, got none; name the same in both")  # fmt: skip
         check_choice("loss_agg_mode", loss_agg_mode, MODES)
@@ -59,11 +59,7 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """What Trinity-RFT calls: all ``[B, L]``. Every parameter but ``logprob`` is a key that its batch must have."""
         batch = padded_rows(action_mask, self.gate)
-        # Trinity-RFT counts rows without tokens, too.
-        counts = (batch.row_counts.sum(), batch.rows, action_mask.shape[-1])
-        out = token_loss(
-            logprob, old_logprob, advantages, batch, self.gate, weights_of(self.loss_agg_mode, batch, *counts)
-        )
+        out = token_loss(logprob, old_logprob, advantages, batch, self.gate, weights_of(self.loss_agg_mode, batch))
         seen = fractions(out.metrics, self.gate)
         names = {"clipped": "pg_clipfrac", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}
         told = {names.get(name, f"hpo_{name}"): value for name, value in seen.items() if name != "tokens"}

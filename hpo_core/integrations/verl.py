@@ -35,9 +35,10 @@ from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, Metrics
 from ..specs import Head, Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
-from .micro_batch import check_registered, check_unread, fractions, padded_rows
+from .micro_batch import fractions, padded_rows
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator
+from .served import check_registered, check_unread
 from .verl_head import install_loss_head
 from .verl_rows import CORRECTING, GROUPED, METHODS, MicroBatch, current, install, selected_by
 from .verl_steps import (

@@ -17,8 +17,8 @@ import torch
 
 from .. import gates
 from ..checks import check
-from .micro_batch import check_gate, fractions, padded_rows, token_loss, told_beside, warn_of_flags, weights_of
-from .named import told_gate
+from .micro_batch import fractions, padded_rows, token_loss, warn_of_flags, weights_of
+from .served import check_environment_gate, check_gate, environment_gate_beside
 
 __all__ = ["compute_policy_loss", "install"]
 
@@ -46,7 +46,7 @@ def compute_policy_loss(
     """
     bounds = (cliprange, cliprange_low, cliprange_high, clip_ratio_c)
     given = {name: bound for name, bound in zip(_UNSET, bounds, strict=True) if bound is not None}
-    gate = told_beside("verl-agent", given, _UNSET)
+    gate = environment_gate_beside("verl-agent", given, _UNSET)
     if gate is None:
         low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
         check(low is not None and high is not None, "cliprange: expected a bound, got None")
@@ -54,8 +54,7 @@ def compute_policy_loss(
         gate = gates.ppo_clip(low, high, ratio_dual=clip_ratio_c)
     check_gate(gate, "verl-agent", one_policy="verl-agent tells its loss no sampler")
     batch = padded_rows(response_mask, gate)
-    counts = (batch.row_counts.sum(), batch.rows, response_mask.shape[-1])  # rows without tokens count, too
-    out = token_loss(log_prob, old_log_prob, advantages, batch, gate, weights_of(loss_agg_mode, batch, *counts))
+    out = token_loss(log_prob, old_log_prob, advantages, batch, gate, weights_of(loss_agg_mode, batch))
     seen = fractions(out.metrics, gate)
     warn_of_flags(seen)
     clipped, kl, dual = torch.tensor([seen[name] for name in ("clipped", "kl", "dual_clipped")], device="cpu").unbind()
@@ -64,8 +63,6 @@ def compute_policy_loss(
 
 def install() -> None:
     """Replaces the loss in this process; for ``policy_loss.loss_mode=vanilla``, which is verl-agent's default."""
-    told = told_gate()
-    if told is not None:
-        check_gate(told, "verl-agent")
+    check_environment_gate("verl-agent", one_policy="verl-agent tells its loss no sampler")
     actor = importlib.import_module("verl.workers.actor.dp_actor")
     setattr(actor, "compute_policy_loss", compute_policy_loss)  # noqa: B010

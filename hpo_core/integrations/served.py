@@ -1,0 +1,112 @@
+"""Which gates a trainer can serve, and which of its settings a gate would silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .. import gates
+from ..checks import check, require_type
+from ..gates import RatioGate
+from ..specs import Unit
+from .named import VARIABLE, environment_gate, named_gate
+
+
+def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_policy: str = "") -> None:
+    """That a trainer which hands over rows, and no more, can serve the gate.
+
+    Args:
+        trainer: its name, for the message.
+        groups: whether the rows carry the ids of their prompts.
+        one_policy: why the sampler is no policy beside the old one, if it is none.
+
+    Raises:
+        ValueError: a gate with a level of groups or domains that the micro-batch does not know, or with inputs of its
+            own, or that corrects the sampler where there is no other policy.
+    """
+    for unit in sorted(gate.units):
+        check(
+            unit in (Unit.STEP, Unit.TRAJECTORY) or (groups and unit is Unit.GROUP),
+            "gate: {!r} works on the level of {}s, and {} tells its loss {}; take a gate of tokens, steps or "
+            "trajectories, or call hpo_core.policy_loss in a loop of your own",
+            gate.name,
+            unit.name.lower(),
+            trainer,
+            "prompts but no domains" if groups else "no prompts",
+        )
+    check(
+        not gate.required,
+        "gate: {!r} needs {}, for which {} has no place; call hpo_core.policy_loss in a loop of your own",
+        gate.name,
+        " and ".join(f"{name}, as from {call}" for name, call in gate.required.items()),
+        trainer,
+    )
+    check(
+        not one_policy or not gate.needs_rollout,
+        "gate: {!r} corrects what sampler and old policy differ by, and {}; take the gate that it corrects",
+        gate.name,
+        one_policy,
+    )
+
+
+def served_gate(gate: RatioGate | str, trainer: str, **served: Any) -> RatioGate:
+    """The gate that a text names, or the gate itself, after :func:`check_gate`."""
+    made = named_gate(gate)
+    check_gate(made, trainer, **served)
+    return made
+
+
+def check_environment_gate(trainer: str, **served: Any) -> None:
+    """:func:`check_gate` of the gate of ``HPO_GATE``, if there is one, before processes that would refuse it start."""
+    told = environment_gate()
+    if told is not None:
+        check_gate(told, trainer, **served)
+
+
+def check_registered(gate: Any, config: str) -> None:
+    """That a registry gets a gate, or a function of the trainer's ``config``, which constructors of gates are not."""
+    is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
+    require_type(
+        isinstance(gate, RatioGate) or (callable(gate) and not is_constructor),
+        "gate: expected a RatioGate, or a function of {} that returns one, got {}",
+        config,
+        gate,
+    )
+
+
+def check_unread(
+    gate: RatioGate, trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any], fix: str = ""
+) -> None:
+    """That no setting of the trainer is other than its own value ``unset``, because the gate would silence it."""
+    for name, value in given.items():
+        check(
+            value == unset[name],
+            "{}: the gate {!r} does not read it; got {}, leave it at {}'s {}{}",
+            name,
+            gate.name,
+            value,
+            trainer,
+            unset[name],
+            fix,
+        )
+
+
+def environment_gate_beside(trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any]) -> RatioGate | None:
+    """:func:`environment_gate`; beside a gate, settings of the trainer that it would silence are refused."""
+    told = environment_gate()
+    if told is not None:
+        check_unread(told, trainer, given, unset, f" or take {VARIABLE} away")
+    return told
+
+
+def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: str) -> None:
+    """That a gate which corrects the sampler's log-probabilities gets them. ``setting``: what makes the trainer tell
+    them."""
+    check(
+        rollout_logp is not None or not gate.needs_rollout,
+        "gate: {!r} corrects what the sampler's log-probabilities differ by, and the batch has none; set {}",
+        gate.name,
+        setting,
+    )

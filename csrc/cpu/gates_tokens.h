@@ -14,7 +14,7 @@ struct Bounds {
 };
 
 // Which of the bounds a loop reads.
-enum class BoundsKind { none, common, by_sign, by_token };
+enum class BoundsKind { none, by_sign, by_token };
 
 inline Bounds tile_bounds(const Call& call, int64_t first) {
   const PolicyLossArgs& args = call.args;
@@ -34,11 +34,8 @@ inline Bounds tile_bounds(const Call& call, int64_t first) {
 inline BoundsKind bounds_kind(const Call& call) {
   if (call.structure.token == TokenGate::drop) return BoundsKind::none;
   const Bounds bounds = tile_bounds(call, 0);
-  if (bounds.low_driven[0] || bounds.low_driven[1] || bounds.high_driven[0] || bounds.high_driven[1]) {
-    return BoundsKind::by_token;
-  }
-  const bool common = bounds.low[0] == bounds.low[1] && bounds.high[0] == bounds.high[1];
-  return common ? BoundsKind::common : BoundsKind::by_sign;
+  const bool driven = bounds.low_driven[0] || bounds.low_driven[1] || bounds.high_driven[0] || bounds.high_driven[1];
+  return driven ? BoundsKind::by_token : BoundsKind::by_sign;
 }
 
 // The gate, vector by vector. The head is a branch that always goes the same way.
@@ -62,11 +59,8 @@ struct VectorGate {
   template <class Vector>
   HPO_INLINE TermNumber<Floats> term(const Vector& vector, Ints kind, Floats coefficient) {
     const Floats ratio = vector.ratio;
-    Floats low = all<Floats>(bounds.low[0]), high = all<Floats>(bounds.high[0]);
-    if (kBounds == BoundsKind::by_sign || kBounds == BoundsKind::by_token) {
-      low = kind == kNegative ? all<Floats>(bounds.low[1]) : low;
-      high = kind == kNegative ? all<Floats>(bounds.high[1]) : high;
-    }
+    Floats low = kind == kNegative ? all<Floats>(bounds.low[1]) : all<Floats>(bounds.low[0]);
+    Floats high = kind == kNegative ? all<Floats>(bounds.high[1]) : all<Floats>(bounds.high[0]);
     if (kBounds == BoundsKind::by_token) {
       const auto driven = [&](const int32_t by_sign[2]) {
         return (kind == kNegative ? Ints{} + by_sign[1] : Ints{} + by_sign[0]) != 0;
@@ -120,7 +114,6 @@ GateCounts token_gate_loop(const Call& call, int64_t first, int n, const Tile& t
 inline TokenGateLoop pick_token_gate(BoundsKind kind) {
   switch (kind) {
     case BoundsKind::none: return token_gate_loop<BoundsKind::none>;
-    case BoundsKind::common: return token_gate_loop<BoundsKind::common>;
     case BoundsKind::by_sign: return token_gate_loop<BoundsKind::by_sign>;
     default: return token_gate_loop<BoundsKind::by_token>;
   }
@@ -198,7 +191,6 @@ template <Given kGiven>
 FastTile pick_token_inputs(BoundsKind kind) {
   switch (kind) {
     case BoundsKind::none: return run_token_inputs<BoundsKind::none, kGiven>;
-    case BoundsKind::common: return run_token_inputs<BoundsKind::common, kGiven>;
     case BoundsKind::by_sign: return run_token_inputs<BoundsKind::by_sign, kGiven>;
     default: return run_token_inputs<BoundsKind::by_token, Given::anything>;
   }
@@ -277,13 +269,7 @@ struct FastTiles {
     return true;
   }
 
-  static FastTile pick(BoundsKind kind) {
-    switch (kind) {
-      case BoundsKind::none: return run<BoundsKind::none>;
-      case BoundsKind::common: return run<BoundsKind::common>;
-      default: return run<BoundsKind::by_sign>;
-    }
-  }
+  static FastTile pick(BoundsKind kind) { return kind == BoundsKind::none ? run<BoundsKind::none> : run<BoundsKind::by_sign>; }
 };
 
 inline FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {

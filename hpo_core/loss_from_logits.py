@@ -129,7 +129,8 @@ def policy_loss_from_logits(
     call = checked_call(logits, targets, temperature, _NONE, batch, None, None, None, inplace_gradient, backend)
     rows = readable(call.rows._replace(logits=logits.detach()))
     unknown = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-    inputs, spec, *_ = prepare(unknown, old_logp, advantages, batch, gate, **options, _logp_known=False)
+    prepared = prepare(unknown, old_logp, advantages, batch, gate, **options, _logp_known=False)
+    inputs, spec = prepared.inputs, prepared.spec
     run, kernels = resolve("gates", logits, backend).policy_loss, resolve("logprobs", logits, backend)
 
     grad = found = None
@@ -145,7 +146,7 @@ def policy_loss_from_logits(
         if inplace_gradient:  # whatever has kept the logits for its own backward is told
             torch.autograd.graph.increment_version(logits)
         loss, _ = _apply(logits, loss, grad, backend)
-    return PolicyLossFromLogits(loss, observed(vector, None), logp, entropy)
+    return PolicyLossFromLogits(loss, observed(vector, None, prepared.positive), logp, entropy)
 
 
 def _check_alone(old_logp: torch.Tensor | None, gate: RatioGate | None, options: PolicyLossOptions) -> None:

@@ -160,7 +160,7 @@ def policy_loss_and_grad(
     """
     check_options(policy_loss_and_grad, options)
     prepared = prepare(logp, old_logp, advantages, batch, gate, **options)
-    inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
+    inputs, spec, exchange, corrections, wants_tokens, wants_levels, positive = prepared
     check(
         not wants_tokens,
         "report: expected 'levels' or 'corrections', got 'tokens'; policy_loss returns the losses of tokens",
@@ -177,7 +177,7 @@ def policy_loss_and_grad(
         loss = loss.detach()
     else:
         loss, vector, grad = ops.policy_loss_and_grad(inputs, spec, backend, exchange)
-    metrics = observed(vector, process_group)
+    metrics = observed(vector, process_group, positive)
     levels = observed_levels(inputs, spec, exchange, metrics["tokens"]) if wants_levels else None
     return PolicyLossAndGrad(loss, metrics, grad, levels, corrections)
 
@@ -295,12 +295,12 @@ def _advantages(
 
 
 def _run(prepared: Prepared, process_group: torch.distributed.ProcessGroup | None, backend: str | None) -> PolicyLoss:
-    inputs, spec, exchange, corrections, wants_tokens, wants_levels = prepared
+    inputs, spec, exchange, corrections, wants_tokens, wants_levels, positive = prepared
     if is_reference(inputs.logp, backend):
         loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, exchange)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, wants_tokens, exchange)
-    metrics = observed(vector, process_group)
+    metrics = observed(vector, process_group, positive)
     levels = observed_levels(inputs, spec, exchange, metrics["tokens"]) if wants_levels else None
     of_tokens = tokens.reshape(inputs.logp.shape) if wants_tokens else None
     return PolicyLoss(loss, metrics, of_tokens, levels, corrections)

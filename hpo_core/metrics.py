@@ -116,7 +116,8 @@ class Metrics:
     def raise_for_flags(self) -> None:
         """Raise a ``FloatingPointError`` that explains each error counter above 0; a copy to the host.
 
-        Every loss call does this if ``HPO_CORE_DEBUG=1`` was set when hpo_core was imported.
+        Every loss call does this, and refuses log-probabilities above 0, if ``HPO_CORE_DEBUG=1`` was set when hpo_core
+        was imported.
         """
         found = [(name, int(count)) for name, count in zip(FLAGS, self.flags.tolist(), strict=True) if count]
         if found:
@@ -158,16 +159,41 @@ class Metrics:
 _DEBUG = os.environ.get("HPO_CORE_DEBUG") == "1"  # read once: a loss call has no microseconds to spare
 
 
-def observed(vector: torch.Tensor, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
-    """The metrics of one call; under ``HPO_CORE_DEBUG=1`` a flag raises an error.
+def is_debugging() -> bool:
+    """Whether a call may read its numbers on the host to look for errors: under ``HPO_CORE_DEBUG=1``, in eager code."""
+    return _DEBUG and not torch.compiler.is_compiling()
+
+
+def observed(
+    vector: torch.Tensor,
+    group: torch.distributed.ProcessGroup | None = None,
+    positive: dict[str, torch.Tensor] | None = None,
+) -> Metrics:
+    """The metrics of one call; in debug mode a flag raises an error, and so do log-probabilities above 0, of which
+    ``positive`` has a count for each argument.
 
     With a group all its ranks raise at once, so that no rank waits for one that has raised. Only this debug mode
     synchronises.
     """
     metrics = Metrics(vector)
-    if _DEBUG and not torch.compiler.is_compiling():
+    if is_debugging():
         (metrics if group is None else metrics.all_reduce(group)).raise_for_flags()
+        if positive:
+            _refuse_positive(positive, group)
     return metrics
+
+
+def _refuse_positive(positive: dict[str, torch.Tensor], group: torch.distributed.ProcessGroup | None) -> None:
+    own = torch.stack(tuple(positive.values()))
+    counts = (own if group is None else gathered(own, group).sum(0)).tolist()
+    found = {name: count for name, count in zip(positive, counts, strict=True) if count}
+    check(
+        not found,
+        "{}: expected log-probabilities, which are never above 0, got {} valid tokens above it; pass the negative of "
+        "cross-entropies, the .log() of probabilities, and of (logp, entropy) the first",
+        ", ".join(found),
+        ", ".join(map(str, found.values())),
+    )
 
 
 _CLIP_SIDES = ("high_positive", "low_positive", "low_negative", "high_negative")

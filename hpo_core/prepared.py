@@ -28,7 +28,7 @@ from .entropy.selection import checked_selection, selected_tokens, shaped_advant
 from .entropy.window import check_scorer, rounded_as
 from .gates import Channel, GateInputs, RatioGate
 from .kl import KLPenalty
-from .metrics import Metrics
+from .metrics import Metrics, is_debugging
 from .segment_exchange import SegmentExchange, exchange_of
 from .specs import PolicyLossInputs, PolicyLossSpec
 
@@ -37,6 +37,7 @@ Report = tuple[_Reported, ...] | Collection[_Reported]  # for a Collection alone
 
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
 _NO_INPUTS = GateInputs()
+_LEAST_POSITIVE = 1e-3  # a log-probability above 0 by less may be rounding of float32
 
 
 class PolicyLossOptions(TypedDict, total=False):
@@ -83,6 +84,7 @@ class Prepared(NamedTuple):
     corrections: tuple[Metrics, ...]
     wants_tokens: bool
     wants_levels: bool
+    positive: dict[str, torch.Tensor] | None  # in debug mode how many log-probabilities are above 0, by argument
 
 
 def prepare(
@@ -207,8 +209,12 @@ def prepare(
     )
     if selection is not None and selection.kl_weight is not None:
         inputs = inputs._replace(kl_weight=token("kl_weight", selection.kl_weight))
+    positive: dict[str, torch.Tensor] | None = None
+    if is_debugging():
+        current = logp if _logp_known else None
+        positive = _positive(batch, gate, logp=current, old_logp=old_logp, ref_logp=ref_logp, rollout_logp=rollout_logp)
     if fast_path:
-        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels)
+        return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels, positive)
     inputs = _with_rare_inputs(inputs, gate, target, penalty_mask, batch, advantage_level, target_per_token, token)
     rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
     inputs, spec, seen = corrected(
@@ -216,7 +222,19 @@ def prepare(
     )
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
-    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels)
+    return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels, positive)
+
+
+def _positive(batch: PackedBatch, gate: RatioGate, **given: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """How many valid tokens have a log-probability above 0, which says that it is something else."""
+    valid = batch.row_of_token() >= 0
+    if batch.mask is not None:
+        valid &= batch.mask
+    if gate.of_steps:
+        valid &= batch.step_of_token() >= 0
+    return {
+        name: ((each.reshape(-1) > _LEAST_POSITIVE) & valid).sum() for name, each in given.items() if each is not None
+    }
 
 
 def _reported(report: Collection[str]) -> tuple[bool, bool, bool]:

@@ -255,3 +255,9 @@ def test_what_cannot_be_gathered_is_refused():
         over_ranks(functools.partial(entropy.edge_grpo, entropy=torch.zeros(2)))
     with pytest.raises(TypeError, match="estimator: expected one of hpo_core"):
         over_ranks("grpo")
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_one_process_has_no_ranks_to_gather_from(tables):
+    with pytest.raises(ValueError, match=r"^process_group: .* not initialised; call init_process_group first"):
+        over_ranks(advantages.grpo, tables=tables)(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))

@@ -174,7 +174,19 @@ def flagged_in_the_single_call(rank):
     return str(raised.value)
 
 
-@pytest.mark.parametrize("call", [flagged, flagged_in_the_single_call])
+def flagged_as_no_log_probability(rank):
+    """One rank has a cross-entropy among its log-probabilities."""
+    hpo.metrics._DEBUG = True
+    batch, logp, rewards = given(0, 0)
+    old_logp = logp.clone()
+    old_logp[: 1 - rank] *= -1
+    with pytest.raises(ValueError, match=r"^old_logp: .* got 1 valid tokens") as raised:
+        hpo.policy_loss(logp, old_logp, rewards, batch, GATE, weights=torch.ones(2), process_group=dist.group.WORLD)
+    dist.all_reduce(torch.ones(1))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("call", [flagged, flagged_in_the_single_call, flagged_as_no_log_probability])
 def test_flags_are_an_error_on_all_ranks(call):
     first, second = on_ranks(2, call)
     assert first == second

@@ -140,6 +140,7 @@ def test_what_has_no_meaning_is_refused(make, message):
         (lambda: gates.ppo_penalty(1.0, hpo.specs.KLEstimator.K2), "penalty: expected one of Penalty (NONE, "),
         (lambda: RatioGate("x", gates.Identity(), channel="TOTAL"), "channel: expected one of Channel (STALENESS, "),
         (lambda: RatioGate("x", gates.Identity(), head=1), "head: expected one of Head (LINEAR, "),
+        (lambda: gates.Correction(gates.Action.MASK, (0.9, 0.9), (1.1, 1.1)), "which look like ratios"),
         (lambda: gates.Correction(gates.Statistic.K2), "action: expected one of Action (MASK, BAND, CLAMP), got <Sta"),
         (
             lambda: gates.Correction(gates.Action.BAND, (-9.0, -9.0), (9.0, 9.0), gates.Reduction.MAX),

@@ -396,7 +396,7 @@ def error_cases():
         (
             {"old_logp": logp.clone().requires_grad_()},
             ValueError,
-            "old_logp: it is a constant of the loss but requires a gradient; pass old_logp.detach()",
+            "old_logp: it is a constant of the loss but requires a gradient; pass old_logp.detach(), and as logp what",
         ),
         ({"token_mask": logp}, TypeError, "token_mask: expected dtype bool, got float32"),
         ({"token_weight": mask}, TypeError, "token_weight: expected dtype float32, got bool"),

@@ -1,5 +1,6 @@
 """The metrics vector: its order, its reductions, and the numbers computed from it."""
 
+import functools
 import math
 import os
 import re
@@ -201,6 +202,55 @@ def test_debug_mode_turns_a_flag_into_an_error(capsys):
     lines = said.stdout.splitlines()
     assert len(lines) == 2
     assert all(re.search("nan_tokens = 1: a log-ratio.*; infinite_tokens = 1: a log-ratio", line) for line in lines)
+
+
+LOG_PROBABILITIES = torch.tensor([-0.1, -2.0, -0.5, -3.0])
+NO_LOG_PROBABILITIES = [-LOG_PROBABILITIES, LOG_PROBABILITIES.exp(), torch.full((4,), 0.3)]
+
+
+@pytest.mark.parametrize("wrong", NO_LOG_PROBABILITIES, ids=["cross-entropies", "probabilities", "entropies"])
+@pytest.mark.parametrize("name", ["logp", "old_logp", "ref_logp", "rollout_logp"])
+def test_debug_mode_refuses_what_is_no_log_probability(monkeypatch, name, wrong):
+    """The loss of any of them looks like a loss."""
+    given = dict.fromkeys(("logp", "old_logp", "ref_logp", "rollout_logp"), LOG_PROBABILITIES) | {name: wrong}
+    rest = {
+        "advantages": torch.tensor([1.0, -1.0]),
+        "batch": hpo.PackedBatch.from_lengths([3, 1]),
+        "kl": hpo.kl.k3(0.1),
+    }
+    calls = [
+        functools.partial(call, **given, **rest, gate=hpo.gates.tis(), backend=backend)
+        for call in (hpo.policy_loss, hpo.policy_loss_and_grad)
+        for backend in (None, "reference")
+    ]
+    assert all(torch.isfinite(call().loss) for call in calls)
+    monkeypatch.setattr(hpo.metrics, "_DEBUG", True)
+    for call in calls:
+        with pytest.raises(ValueError, match=f"^{name}: expected log-probabilities.*, got 4 valid tokens above it"):
+            call()
+
+
+def test_debug_mode_asks_no_token_that_does_not_count(monkeypatch):
+    """Padding may hold anything, and a log-probability of 0 may be rounded upwards."""
+    monkeypatch.setattr(hpo.metrics, "_DEBUG", True)
+    mask = torch.tensor([True, False, True, True, True, True])
+    steps = torch.tensor([[0, 3], [4, 5]])
+    batch = hpo.PackedBatch(torch.tensor([0, 3, 5]), mask, steps=steps)  # tokens 1, 3 and 5 count nowhere
+    logp = torch.tensor([1e-6, 7.0, -1.0, 7.0, 0.0, 7.0])
+    out = hpo.policy_loss(logp, logp, torch.tensor([1.0, -1.0]), batch, hpo.gates.step_gspo(), weights=torch.ones(2))
+    assert out.metrics["tokens"] == 3
+    # A gate on tokens reads what lies between steps.
+    with pytest.raises(ValueError, match=r"^logp, old_logp: .* got 1, 1 valid tokens"):
+        hpo.policy_loss(logp, logp, torch.tensor([1.0, -1.0]), batch)
+
+
+def test_debug_mode_reads_the_policies_beside_logits(monkeypatch):
+    monkeypatch.setattr(hpo.metrics, "_DEBUG", True)
+    logits, targets = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])
+    batch = hpo.PackedBatch.from_lengths([4]).without_first_tokens()
+    hpo.policy_loss_from_logits(logits, targets, LOG_PROBABILITIES, torch.ones(1), batch)
+    with pytest.raises(ValueError, match=r"^old_logp: .* got 3 valid tokens"):
+        hpo.policy_loss_from_logits(logits, targets, -LOG_PROBABILITIES, torch.ones(1), batch)
 
 
 def test_only_the_same_metrics_are_equal():

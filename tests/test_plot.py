@@ -44,8 +44,13 @@ def close(found, expected):
 
 
 def levels_of(axes):
-    """The heights of horizontal lines over all of the axes, without the one at 0."""
+    """The heights of horizontal lines, without the one at 0."""
     return sorted(line.get_ydata()[0] for line in axes.lines if line.get_ydata()[0] != 0)
+
+
+def lines_of(axes):
+    """From where to where each dashed line runs, and its height."""
+    return [(list(line.get_xdata()), line.get_ydata()[0]) for line in axes.lines if line.get_linestyle() == "--"]
 
 
 # ----------------------------------------------------------------------------------------------------------- gate_curve
@@ -186,6 +191,22 @@ def test_a_budget_is_that_of_the_sign_of_the_advantage():
         assert found["trajectory (falling)"] == pytest.approx([-0.07, 0.07])
     ppo = plot.trajectory(OLD + X, OLD, A, batch, gates.ppo_clip(0.2, 0.3)).axes[1]
     assert levels_of(ppo) == pytest.approx([math.log(1.3)])
+
+
+def test_each_token_has_the_budget_that_its_gate_knows():
+    """Bounds that the call gives take the place of the gate's, and advantages of tokens differ in sign."""
+    batch, bounds = hpo.PackedBatch.from_lengths([4]), (None, torch.tensor([1.05, 1.05, 1.1, 1.1]))
+    inputs = {"gate_inputs": gates.GateInputs(bounds=bounds)}
+    drawn = plot.trajectory(OLD[:4] + X[:4], OLD[:4], A[:1], batch, gates.ppo_clip(0.2, 0.3), **inputs)
+    assert lines_of(drawn.axes[1]) == [
+        ([-0.5, 1.5], pytest.approx(math.log(1.05))), ([1.5, 3.5], pytest.approx(math.log(1.1))),
+    ]  # fmt: skip
+    signs = torch.tensor([1.0, 1.0, -1.0, 1.0])
+    drawn = plot.trajectory(OLD[:4] + X[:4], OLD[:4], signs, batch, gates.ppo_clip(0.2, 0.3), advantage_level="token")
+    lower, upper = math.log(0.8), math.log(1.3)
+    assert lines_of(drawn.axes[1]) == [
+        ([1.5, 2.5], pytest.approx(lower)), ([-0.5, 1.5], pytest.approx(upper)), ([2.5, 3.5], pytest.approx(upper)),
+    ]  # fmt: skip
 
 
 def test_a_padded_batch_with_labels_and_a_graph():

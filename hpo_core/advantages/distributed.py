@@ -13,7 +13,7 @@ import torch.distributed
 
 from ..arguments import check_group
 from ..checks import check, require_type
-from ..distributed import gather, place_of_own, spanned
+from ..distributed import gather, is_distributed, place_of_own, spanned
 from .terms import accepted_keywords, is_multi_reward, level_of, name_of, takes_tables
 
 
@@ -80,7 +80,6 @@ def _run(
     *arguments: Any,
     **keywords: Any,
 ) -> torch.Tensor:
-    group: Any = torch.distributed.group.WORLD if process_group is None else process_group
     if isinstance(estimator, functools.partial):  # what is fixed belongs to units, too
         check(not estimator.args, "estimator: expected a partial of keywords only, got {}", estimator.args)
         keywords = estimator.keywords | keywords
@@ -88,6 +87,7 @@ def _run(
     names = list(inspect.signature(estimator).parameters) or ["rewards"]
     first, *rest = arguments or (keywords.pop(names[0], None),)
     require_type(isinstance(first, torch.Tensor), "{}: expected a tensor, got {}", names[0], type(first))
+    group = _group(process_group)
     parts = gather(first.movedim(-1, 0), group, names[0])  # rewards [C, U], or [U]
     everywhere = functools.partial(_everywhere, group, "weights" if is_multi_reward(estimator) else None)
     whole = estimator(
@@ -106,9 +106,18 @@ def _with_tables(
     *arguments: Any,
     **keywords: Any,
 ) -> torch.Tensor:
-    group: Any = torch.distributed.group.WORLD if process_group is None else process_group
+    group = _group(process_group)
     with spanned(group):
         return estimator(*arguments, **keywords)
+
+
+def _group(process_group: torch.distributed.ProcessGroup | None) -> Any:
+    check(
+        is_distributed(),
+        "process_group: expected ranks to gather from, but torch.distributed is not initialised; call "
+        "init_process_group first, or the estimator itself in a single process",
+    )
+    return torch.distributed.group.WORLD if process_group is None else process_group
 
 
 def _everywhere(group: torch.distributed.ProcessGroup, of_rewards: str | None, name: str, given: Any) -> Any:

@@ -273,6 +273,13 @@ class Correction(Short):
         check_pair("correction: high", self.high)
         for low, high in zip(self.low, self.high, strict=True):
             check(low <= high, "correction: expected low <= high, got low {} and high {}", low, high)
+            check(
+                self.statistic is not Statistic.LOG_RATIO or not 0 < low < 1 < high < math.inf,
+                "correction: expected bounds of log-ratios, got low {} and high {}, which look like ratios and leave "
+                "out where policies agree; pass math.log of them",
+                low,
+                high,
+            )
         check(
             self.action is Action.MASK or self.statistic is Statistic.LOG_RATIO,
             "statistic: only a log-ratio has a weight e^v; use Action.MASK with {}",

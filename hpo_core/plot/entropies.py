@@ -69,9 +69,10 @@ def entropy_window(
     several = window.first != window.last
     if several:
         inside = {at + k for at in selected.nonzero().flatten().tolist() for k in range(window.first, window.last + 1)}
+        label: str | None = "in a selected window"
         for at in sorted(inside & set(range(count))):
-            label = "in a selected window" if at == min(inside & set(range(count))) else None
             drawn.axvspan(at - 0.5, at + 0.5, color=ORANGE, alpha=0.25, lw=0, label=label)
+            label = None
     for is_selected, colour in ((True, BLUE), (False, GREY)):
         at = (valid & ((selected if not several else torch.zeros_like(selected)) == is_selected)).nonzero().flatten()
         if len(at):

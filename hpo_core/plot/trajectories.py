@@ -14,10 +14,10 @@ from ..batch import PackedBatch, as_batch
 from ..checks import check
 from ..gates import RatioGate
 from ..prepared import PolicyLossOptions, prepare
-from ..reference.gates import gate_tokens, read_tokens
-from ..reference.hierarchy import combined
+from ..reference.gates import Tokens, gate_tokens, read_tokens
+from ..reference.hierarchy import bounds_of_tokens, combined
 from ..reference.segments import flat
-from ..specs import LevelKind, PolicyLossSpec, TokenGate, Unit
+from ..specs import LevelKind, PolicyLossInputs, PolicyLossSpec, TokenGate, Unit
 from .canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, pyplot_for
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ class _Level(NamedTuple):
     aggregate: torch.Tensor
     residual: torch.Tensor
     value: torch.Tensor
-    low: float  # budgets; infinite where there is none
-    high: float
+    low: torch.Tensor  # budgets; infinite where there is none
+    high: torch.Tensor
     is_dropped: bool
 
 
@@ -103,9 +103,12 @@ def trajectory(
         is_token = level.name.startswith("token")
         bars(panel, level.residual, 0.8 if is_token else 1.0, GREY, "residual")
         bars(panel, level.value, 0.45 if is_token else 1.0, colours[level.name], "gated")
-        for bound in {level.low, level.high}:
-            if math.isfinite(bound):
-                panel.axhline(bound, color=RED, lw=1.3, ls="--", label="budget" if bound == level.high else None)
+        label = "budget"
+        for bound in (level.low, level.high):
+            for begin, end in _runs(bound.masked_fill(~drawn | bound.isinf(), math.nan)):
+                height = float(bound[begin])
+                panel.plot((begin - 0.5, end - 0.5), (height, height), color=RED, lw=1.3, ls="--", label=label)
+                label = None
         panel.set_title(f"{level.name}, residual{' (dropped)' * level.is_dropped}", loc="left", fontsize=10)
     bars(rest[-1], x, 0.8, GREY, "log-ratio x")
     bars(rest[-1], z, 0.45, SKY, "gated z")
@@ -144,14 +147,13 @@ def _through_gates(
     def of_row(values: torch.Tensor) -> torch.Tensor:
         return values[begin:end].detach().cpu()
 
-    negative = of_row(tokens.negative)
     names = ["token", *(Unit(level.unit).name.lower() for level in spec.levels)]
     levels = []
     for k, name in enumerate(names):
         for number, channel in enumerate(channels):
             part = "" if len(channels) == 1 else " (rising)" if channel.sign > 0 else " (falling)"
             aggregate, residual, value = (channel.sign * of_row(each) for each in channel.levels[k][:3])
-            low, high = _budget(spec, k, int(negative[0]) if negative.numel() else 0, number)
+            low, high = map(of_row, _budgets(k, number, tokens, inputs, spec))
             if channel.sign < 0:
                 low, high = -high, -low
             dropped = k == 0 and spec.token is TokenGate.DROP
@@ -160,21 +162,19 @@ def _through_gates(
     return of_row(tokens.x), of_row(z), of_row(tokens.valid), levels
 
 
-def _budget(spec: PolicyLossSpec, k: int, negative: int, channel: int) -> tuple[float, float]:
-    """The bounds of the k-th gate in log space, for a sign of the advantage and a channel."""
+def _budgets(
+    k: int, channel: int, tokens: Tokens, inputs: PolicyLossInputs, spec: PolicyLossSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bounds of the k-th gate of each token ``[T]``, in log space."""
+    none = torch.full_like(tokens.x, math.inf)
     if k == 0:
-        if spec.token is not TokenGate.CLIP:
-            return -math.inf, math.inf
-        if spec.is_hierarchical:
-            return spec.token_log_low[negative], spec.token_log_high[negative]
-        low, high = spec.token_low[negative], spec.token_high[negative]
-        return math.log(low) if low > 0 else -math.inf, math.log(high)
+        is_clip = spec.token is TokenGate.CLIP
+        return bounds_of_tokens(tokens.negative, tokens.given, inputs, spec) if is_clip else (-none, none)
     level = spec.levels[k - 1]
-    at = negative + 2 * channel
+    low, high = (none.new_tensor(bound)[tokens.negative + 2 * channel] for bound in (level.low, level.high))
     if level.gate is LevelKind.CLIP:
-        return level.low[at], level.high[at]
-    is_budget = level.gate in (LevelKind.ROLLBACK, LevelKind.TANH)
-    return (-level.high[at], level.high[at]) if is_budget else (-math.inf, math.inf)
+        return low, high
+    return (-high, high) if level.gate in (LevelKind.ROLLBACK, LevelKind.TANH) else (-none, none)
 
 
 def _runs(values: torch.Tensor) -> Iterator[tuple[int, int]]:

@@ -160,21 +160,29 @@ def _gate_token(
         return torch.zeros_like(u), nowhere, nowhere
     if spec.token is TokenGate.IDENTITY:
         return u, nowhere, nowhere
-    if spec.is_hierarchical:
-        low, high = (u.new_tensor(bound)[negative] for bound in (spec.token_log_low, spec.token_log_high))
-    else:
-        low, high = (u.new_tensor(bound)[negative].log() for bound in (spec.token_low, spec.token_high))
-    if inputs.low is not None:
-        driven = torch.tensor(spec.low_driven, device=u.device)[negative]
-        low = torch.where(driven, read_at(inputs.low, given, u, 1.0).log(), low)
-    if inputs.high is not None:
-        driven = torch.tensor(spec.high_driven, device=u.device)[negative]
-        high = torch.where(driven, read_at(inputs.high, given, u, 1.0).log(), high)
-    value, below, above = clip(u, low, high)
+    value, below, above = clip(u, *bounds_of_tokens(negative, given, inputs, spec))
     if spec.term is not None:  # a slope beyond the bounds, which has no value
         slope = of_side(below, above, negative, spec.term.slope_low, spec.term.slope_high, torch.zeros_like(u))
         value = value + slope * (u - u.detach())
     return value, below, above
+
+
+def bounds_of_tokens(
+    negative: torch.Tensor, given: torch.Tensor, inputs: PolicyLossInputs, spec: PolicyLossSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logarithms of the bounds of each token's clip."""
+    like = inputs.logp.detach()
+    if spec.is_hierarchical:
+        low, high = (like.new_tensor(bound)[negative] for bound in (spec.token_log_low, spec.token_log_high))
+    else:
+        low, high = (like.new_tensor(bound)[negative].log() for bound in (spec.token_low, spec.token_high))
+    if inputs.low is not None:
+        driven = torch.tensor(spec.low_driven, device=like.device)[negative]
+        low = torch.where(driven, read_at(inputs.low, given, like, 1.0).log(), low)
+    if inputs.high is not None:
+        driven = torch.tensor(spec.high_driven, device=like.device)[negative]
+        high = torch.where(driven, read_at(inputs.high, given, like, 1.0).log(), high)
+    return low, high
 
 
 def _gate_level(

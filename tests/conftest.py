@@ -119,17 +119,19 @@ def native_backends():
 MOST_EXAMPLES = {"triton": 12, "cuda_emulated": 25, "cpu": 50}
 
 
-@pytest.fixture(autouse=True)
-def fewer_examples(request, monkeypatch):
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
     """Fewer examples where a call takes milliseconds instead of microseconds."""
-    run = getattr(request.function, "_hypothesis_internal_use_settings", None)
-    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
-    most = request.config.getoption("--examples")
-    if most is None:
-        most = MOST_EXAMPLES.get(parameters.get("backend"))
-    if run and most is not None and most < run.max_examples:
-        fewer = hypothesis.settings(run, max_examples=most)
-        monkeypatch.setattr(request.function, "_hypothesis_internal_use_settings", fewer)
+    function = getattr(item, "function", None)
+    run = getattr(function, "_hypothesis_internal_use_settings", None)
+    most = item.config.getoption("--examples")
+    if run and most is None:
+        most = MOST_EXAMPLES.get(getattr(item, "callspec", None) and item.callspec.params.get("backend"))
+    if not run or most is None or most >= run.max_examples:
+        return (yield)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, "_hypothesis_internal_use_settings", hypothesis.settings(run, max_examples=most))
+        return (yield)
 
 
 def pytest_addoption(parser):
@@ -137,12 +139,14 @@ def pytest_addoption(parser):
     parser.addoption("--examples", type=int, help="at most so many generated examples in a test")
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    """Restores the number of threads after each test."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    """Restores the number of threads after each test, at less than a fixture of every test costs."""
     number = torch.get_num_threads()
-    yield
-    torch.set_num_threads(number)
+    try:
+        return (yield)
+    finally:
+        torch.set_num_threads(number)
 
 
 @pytest.fixture

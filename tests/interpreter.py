@@ -46,6 +46,7 @@ def patch_interpreter() -> None:
     share_block_types()
     share_shapes_of_tensors()
     spare_conversions()
+    spare_searches_for_constants()
     hold_addresses_to_their_alignment()
     hold_numbers_to_64_bits()
     if not hasattr(getattr(interpreter, "_interpreter", None), "fma_fp32"):
@@ -272,6 +273,12 @@ def spare_conversions() -> None:
         remembered_type,
     )
     tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def spare_searches_for_constants() -> None:
+    """Operands of the language are tensors and numbers, in which there is no constant to unwrap."""
+    unwrap, unwrapped = tl.core._unwrap_if_constexpr, {tl.tensor, int, float, bool, str, type(None)}
+    tl.core._unwrap_if_constexpr = lambda value: value if type(value) in unwrapped else unwrap(value)
 
 
 def hold_addresses_to_their_alignment() -> None:

@@ -39,6 +39,10 @@ def decoupled(eps_low: float = 0.2, eps_high: float = 0.2, ratio_cap: float | No
     Args:
         ratio_cap: of that weight; None as in the paper (exponents saturate at 20).
 
+    A-3PO (arXiv 2512.06547; ``loglinear`` in AReaL) needs no forward pass of the proximal policy: its ``old_logp``
+    is ``torch.lerp(rollout_logp, logp.detach(), 1 - 1 / age)``, age the policy versions since the token was sampled,
+    at least 1.
+
     >>> decoupled().corrections[0].action.name
     'CLAMP'
     """

@@ -66,6 +66,8 @@ A, R = advantages, reconstructed
 CASES = {
     "grpo": lambda g: A.grpo(g.reward, g.group, **g.rest),
     "dr_grpo": lambda g: A.dr_grpo(g.reward, g.group, **g.rest),
+    "asymre": lambda g: A.asymre(g.reward, g.group, **g.rest),
+    "a_star": lambda g: A.a_star(g.reward, g.group, beta=0.25, **g.rest),
     "rloo": lambda g: A.rloo(g.reward, g.group, **g.rest),
     "lite_ppo": lambda g: A.lite_ppo(g.reward, g.group, **g.rest),
     "lite_ppo_groups": lambda g: A.lite_ppo(g.reward, g.group, about_groups=True, **g.rest),

@@ -116,6 +116,22 @@ def dr_grpo(u):
     return z(u.reward, ids(u.group), u.mask, scale="none")
 
 
+def asymre(u):
+    shift = np.zeros(len(u.reward))
+    for places in groups_of(ids(u.group), u.mask).values():
+        shift[places] = -0.1 if len(places) > 1 else 0.0
+    return dr_grpo(u) - shift
+
+
+def a_star(u):
+    out = np.zeros(len(u.reward))
+    for places in groups_of(ids(u.group), u.mask).values():
+        best = max(u.reward[places])
+        mean = sum(math.exp((u.reward[place] - best) / 0.25) for place in places) / len(places)
+        out[places] = u.reward[places] - best - 0.25 * math.log(mean)
+    return out
+
+
 def rloo(u):
     out = np.zeros(len(u.reward))
     for places in groups_of(ids(u.group), u.mask).values():

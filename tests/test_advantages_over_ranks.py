@@ -66,6 +66,8 @@ TABLES = {
     "one group": lambda wrap, u: wrap(A.grpo)(u["rewards"], None),
     "dr_grpo": lambda wrap, u: wrap(A.dr_grpo)(u["rewards"], u["groups"]),
     "maxrl": lambda wrap, u: wrap(A.maxrl)(u["rewards"], u["groups"]),
+    "asymre": lambda wrap, u: wrap(A.asymre)(u["rewards"], u["groups"]),
+    "a_star": lambda wrap, u: wrap(A.a_star)(u["rewards"], u["groups"]),
     "rloo": lambda wrap, u: wrap(A.rloo)(u["rewards"], u["groups"]),
     "lite_ppo": CALLS["lite_ppo"],
     "opo": lambda wrap, u: wrap(A.opo)(u["rewards"], u["groups"], u["lengths"]),

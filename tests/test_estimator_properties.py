@@ -224,6 +224,8 @@ def test_p9_a_group_is_its_strata(backend):
 MASKED = (
     *(
         "grpo",
+        "asymre",
+        "a_star",
         "lite_ppo_groups",
         "opo",
         "maxrl",

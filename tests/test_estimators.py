@@ -343,6 +343,24 @@ def test_w16_the_rest(backend):
     close(torch.cat(merged), [2, 0.375, 0.234375])
 
 
+def test_a_star_has_its_value_from_the_rollouts_of_the_reference(backend):
+    t, b = on(backend)
+    rewards, of_reference = t(1.0, 0, 1, 0, 3, 0.5), t(True, True, False, False, False, False)
+    masks = {"mask": of_reference, "apply_mask": ~of_reference}
+    out = A.a_star(rewards, t(0, 0, 0, 0, 0, 1), beta=1.0, **masks, **b)
+    close(out, [0, 0, 0.379885, -0.620115, 2.379885, 0])  # V is log((e + 1) / 2); no rollout of the reference: 0
+    close(A.a_star(rewards, None, beta=1e-3, **b), [x - 2.998208 for x in (1.0, 0, 1, 0, 3, 0.5)])
+
+
+def test_asymre_shifts_what_is_compared(backend):
+    t, b = on(backend)
+    rewards, ids = t(1.0, 0, 0.5, 0.5, 0.75, 2), t(0, 0, 1, 1, 2, -1)
+    close(A.asymre(rewards, ids, **b), [0.6, -0.4, 0.1, 0.1, 0, 0])
+    close(A.asymre(rewards, ids, shift=0.25, singleton="raw", **b), [0.25, -0.75, -0.25, -0.25, 0.75, 0])
+    first = t(True, True, False, False)
+    close(A.asymre(t(1.0, 0, 0.5, 3), None, mask=first, apply_mask=~first, **b), [0, 0, 0.1, 2.6])
+
+
 # What the authors' code gives, run at the commits that docs/advantages_evidence.md names.
 
 

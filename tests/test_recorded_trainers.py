@@ -1,6 +1,7 @@
 """Integrations of trainers that no package index has, on tensors as they hand them over, against formulas of their own
 losses that were read at the commit named with each."""
 
+import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -52,20 +53,31 @@ def of_prime_rl(batch, logp, weights=None, **keywords):
 
 
 def prime_rl_default(batch, logp, kl_tau):
+    moved = torch.exp(logp) - torch.exp(batch.rollout)
+    return prime_rl_without(torch.where(batch.advantages > 0, moved > 0.2, moved < -0.2), batch, logp, kl_tau)
+
+
+def prime_rl_ipo(batch, logp, kl_tau):
+    return prime_rl_without((torch.exp(logp) - torch.exp(batch.rollout)).abs() > 0.1, batch, logp, kl_tau)
+
+
+def prime_rl_without(dropped, batch, logp, kl_tau):
     """The value of its policy term is another than that of our score head; its gradient is the same."""
     ratio = torch.exp(logp - batch.rollout)
-    moved = torch.exp(logp) - torch.exp(batch.rollout)
-    dropped = torch.where(batch.advantages > 0, moved > 0.2, moved < -0.2)
     terms = -batch.advantages * ratio * ~dropped + kl_tau * (logp - batch.rollout) ** 2
     return masked(terms, batch.mask).sum()
 
 
-def test_prime_rl():
+@pytest.mark.parametrize(
+    ("theirs", "gate"), [(prime_rl_default, {}), (prime_rl_ipo, {"gate": "dppo_tv(0.1, 0.1, inf, symmetric=True)"})]
+)
+def test_prime_rl(theirs, gate):
     batch = Batch(width=0.8)
-    _, found = gradient(lambda logp: of_prime_rl(batch, logp, kl_tau=0.01), batch.logp)
-    _, expected = gradient(lambda logp: prime_rl_default(batch, logp, 0.01), batch.logp)
+    batch.rollout[:, 0], batch.logp[:, 0] = math.log(0.01), math.log(0.9)  # a ratio of 90
+    _, found = gradient(lambda logp: of_prime_rl(batch, logp, kl_tau=0.01, **gate), batch.logp)
+    _, expected = gradient(lambda logp: theirs(batch, logp, 0.01), batch.logp)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
-    _, without = gradient(lambda logp: prime_rl_default(batch, logp, 0.0), batch.logp)
+    _, without = gradient(lambda logp: theirs(batch, logp, 0.0), batch.logp)
     assert (without[batch.mask] == 0).any(), "nothing was dropped: the comparison says little"
 
 

@@ -98,6 +98,31 @@ def test_remax(backend, seed):
 
 
 @on_all
+def test_iw_opd(backend, seed):
+    """Through all rows of a trajectory; a token without a finite gap is as if it were masked."""
+    batch, rows, (teacher, old, _), draw, tensor = drawn(seed, backend)
+    lost = draw.random(batch.total_tokens) < 0.2
+    teacher[lost] = draw.choice([math.nan, -math.inf])
+    trajectories = {}
+    for row, (_, places) in enumerate(rows):
+        of = row if batch.trajectories is None else int(batch.trajectories[0][row])
+        trajectories.setdefault(of, []).extend(t for t in places if not lost[t])
+    expected = np.zeros(batch.total_tokens)
+    for places in trajectories.values():
+        sizes = [abs(teacher[t] - old[t]) for t in places]
+        for at, t in enumerate(places):
+            expected[t] = (1.75 - 0.75 * sum(sizes[:at]) / sum(sizes)) * (teacher[t] - old[t]) if sizes[at] else 0.0
+    got = advantages.iw_opd(tensor(teacher), tensor(old), batch, gamma=0.75, backend=backend)
+    agree(backend, got, expected)
+
+
+def test_iw_opd_where_teacher_and_policy_agree_is_0(backend):
+    logp = torch.tensor([-1.0, -2.0, -0.5], device=testing.device_of(backend))
+    batch = PackedBatch.from_lengths([2, 1]).to(logp.device)
+    assert not advantages.iw_opd(logp, logp, batch, backend=backend).any()
+
+
+@on_all
 def test_hicra(backend, seed):
     batch, rows, _, draw, tensor = drawn(seed, backend)
     own, planning = draw.normal(size=len(rows)).astype(np.float32).astype(float), draw.random(batch.total_tokens) < 0.5
@@ -280,20 +305,23 @@ def test_what_an_unknown_number_makes_unknown_is_0(backend, name, unknown):
     torch.testing.assert_close(estimator(batch, tokens, rows, options), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
+PADDED = {**UNKNOWN, "iw_opd": (lambda b, t, r, o: A.iw_opd(t, t / 2, b, **o),)}
+
+
+@pytest.mark.parametrize("name", PADDED)
 def test_padded_tensors_give_padded_advantages(name):
     mask, rows = torch.tensor([[True, True, False, True], [False, True, True, False]]), torch.tensor([1.25, 0.5])
     tokens = torch.where(mask, torch.arange(8.0).view(2, 4) / 8, torch.nan)
     packed, padded = PackedBatch.from_lengths([4, 4], mask=mask.flatten()), PackedBatch.from_padded(mask)
-    expected = UNKNOWN[name][0](packed, tokens.flatten(), rows, {})
+    expected = PADDED[name][0](packed, tokens.flatten(), rows, {})
     assert expected.any()
     for given in (tokens, tokens.flatten()):
-        assert torch.equal(UNKNOWN[name][0](padded, given, rows, {}), expected.view(given.shape))
+        assert torch.equal(PADDED[name][0](padded, given, rows, {}), expected.view(given.shape))
     wrong = r"expected shape \[B, L\] \(that of the padded batch\) = \[2, 4\], got \[4, 2\]"
     with pytest.raises(ValueError, match=wrong):
-        UNKNOWN[name][0](padded, tokens.view(4, 2), rows, {})
+        PADDED[name][0](padded, tokens.view(4, 2), rows, {})
     with pytest.raises(ValueError, match=r"expected shape \[T\] .*; a batch of tensors \[B, L\] is PackedBatch.from_p"):
-        UNKNOWN[name][0](packed, tokens, rows, {})
+        PADDED[name][0](packed, tokens, rows, {})
 
 
 def test_a_unit_of_which_something_is_unknown_gets_0():

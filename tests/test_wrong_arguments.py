@@ -220,6 +220,9 @@ ERRORS = [
     (lambda: gates.RatioGate("mine", IDENTITY, advantage_weights=1.0), r"advantage_weights: expected a pair .*, got 1"),
     (lambda: gates.RatioGate("mine", IDENTITY, head_numbers=0.2), r"head_numbers: expected a pair .*, got 0\.2"),
     (lambda: hpo.entropy.cover(TOKENS > 0, BATCH, (0, 3)), "window: expected a Window, got <class 'tuple'>"),
+    (lambda: hpo.advantages.a_star(ROWS, None, beta=0), "beta: expected a finite number above 0, got 0"),
+    (lambda: hpo.advantages.asymre(ROWS, None, shift=math.nan), "shift: expected a finite number, got nan"),
+    (lambda: hpo.advantages.iw_opd(TOKENS, TOKENS, BATCH, gamma=-1), "gamma: expected a finite number >= 0, got -1"),
     (lambda: hpo.advantages.maxrl(ROWS, None, least_mean=-1), "least_mean: expected a finite number >= 0 .*, got -1"),
     (lambda: hpo.advantages.reinforce_pp(TOKENS, BATCH, gamma=1.5), r"gamma: expected a number in \[0, 1\], got 1\.5"),
     (

@@ -279,6 +279,7 @@ def _estimators() -> Iterator[Call]:
         "hicra": {"batch": batch(), "advantages": _S["advantages"], "is_planning": _T["bools"]},
         "otb": positioned,
         "tir_otb": positioned,
+        "iw_opd": {"batch": batch(), "teacher_logp": _T["weight"] - 2, "old_logp": _T["reward"] - 2},
         "token_gae": tokens,
         "vapo": tokens,
         "reinforce_pp": tokens,

@@ -40,6 +40,7 @@ from .baselines import (
     DeGrpoAdvantages,
     GroupHistory,
     RoleAdvantages,
+    a_star,
     dcpo,
     de_grpo,
     poise,
@@ -48,7 +49,7 @@ from .baselines import (
 )
 from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
 from .distributed import over_ranks
-from .flat import dgpo, dr_grpo, gpg, grpo, lite_ppo, maxrl, opo, reinforce_pp_baseline, rloo, whiten
+from .flat import asymre, dgpo, dr_grpo, gpg, grpo, lite_ppo, maxrl, opo, reinforce_pp_baseline, rloo, whiten
 from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .priors import bnpo, ngrpo, v05
@@ -58,7 +59,7 @@ from .selection import d3s_samples, pf_ppo, swarm_samples
 from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample, real
 from .supergroups import sgrpo, sgrpo_hierarchical_sum, sgrpo_reward_sum
 from .terms import Term, combine, estimator
-from .tokens import hicra, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae, vapo
+from .tokens import hicra, iw_opd, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae, vapo
 from .trees import mars2, rose, rose_length_penalty, tree_grpo, treepo, treepo_segments
 
 __all__ = [
@@ -77,10 +78,12 @@ __all__ = [
     "Scale",
     "Share",
     "Term",
+    "a_star",
     "adora",
     "archer_td",
     "arena",
     "aspo_shaping",
+    "asymre",
     "bnpo",
     "combine",
     "d3s_samples",
@@ -106,6 +109,7 @@ __all__ = [
     "hiper",
     "hiper_rewards",
     "icpo",
+    "iw_opd",
     "lite_ppo",
     "m_grpo",
     "mars2",

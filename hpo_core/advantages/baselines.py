@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -123,6 +124,43 @@ def spo_single_stream(
     check_units(rewards=rewards, value=value, mask=mask)
     lead = about_group(rewards.double() - value.double(), rewards, None, mask=mask, backend=backend)
     return whiten(lead, mask=mask, eps=eps, backend=backend)
+
+
+@estimator(Provenance.VERIFIED, tables=True)
+def a_star(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    beta: float = 0.5,
+    mask: torch.Tensor | None = None,
+    apply_mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """A*-PO: ``A = r - beta log mean_g exp(r / beta)``, the best value that a KL of weight beta to the sampler allows
+    (arXiv 2505.20686). Returns ``[S]`` float32.
+
+    The paper samples its value once, from the reference policy: with rewards of both in one call, ``mask`` are the
+    rollouts of the reference, ``apply_mask`` those to train on. Its loss is the regression of ``a_star`` on
+    ``s = sum (logp - ref_logp)`` times ``beta_2``: the gate ``reinforce()``, these advantages minus ``beta_2 s``, the
+    weights ``2 beta_2 seq_mean_token_sum``.
+
+    Args:
+        beta: .5 in TRL; towards 0 the value is the best reward, towards infinity the mean.
+
+    Traps: TRL also drops prompts of which no rollout of the reference succeeds: there a success would get a whole
+    reward. A group without units in ``mask`` gets 0.
+
+    >>> a_star(torch.tensor([1.0, 0.0, 0.0, 1.0]), None)
+    tensor([ 0.2831, -0.7169, -0.7169,  0.2831])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask, apply_mask=apply_mask)
+    check(0 < beta < math.inf, "beta: expected a finite number above 0, got {}", beta)
+    group = statistics(rewards, group_ids, mask=mask, backend=backend)
+    lead = rewards.double() - group.greatest  # at most 0 for members, so no exponential of theirs overflows
+    mean = statistics((lead / beta).exp(), group_ids, mask=mask, backend=backend).mean
+    receives = members_of(rewards, group, mask if apply_mask is None else apply_mask)
+    exact = lead - beta * torch.where(receives, mean, 1.0).log()
+    return as_advantages(torch.where(receives, exact, 0.0), rewards, backend)
 
 
 @estimator(Provenance.PAPER)

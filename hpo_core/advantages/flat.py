@@ -13,6 +13,7 @@ from ..specs import Center, EpsMode, GroupTerm, Provenance, Scale
 from .terms import (
     Term,
     as_advantages,
+    check_finite,
     combine,
     estimator,
     grouped,
@@ -77,6 +78,39 @@ def dr_grpo(
     """
     rule = GroupTerm(Center.MEAN, Scale.NONE, eps=0.0, keep_singletons=keeps_singletons(singleton))
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
+
+
+@estimator(Provenance.VERIFIED, tables=True)
+def asymre(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    shift: float = -0.1,
+    mask: torch.Tensor | None = None,
+    apply_mask: torch.Tensor | None = None,
+    singleton: str = "zero",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """AsymRE: ``A = r - (mean_g + shift)``, with a baseline below the mean for rollouts of an older policy (arXiv
+    2506.20520). Returns ``[S]`` float32.
+
+    Args:
+        shift: in units of the reward, -.1 in Trinity-RFT. Below 0 successes weigh more than failures, for which the
+            paper proves that the policy improves however old its rollouts are; above 0 it may collapse.
+
+    The gate is ``reinforce()``: there is no importance ratio.
+
+    Traps: a group of equal rewards gets ``-shift``, not 0, and so a gradient towards all that it did. Trinity-RFT keeps
+    the reward of a group of one (``singleton="raw"``).
+
+    >>> asymre(torch.tensor([1.0, 0.0, 0.0, 1.0]), None)
+    tensor([ 0.6000, -0.4000, -0.4000,  0.6000])
+    """
+    check_finite(shift=shift)
+    centred = dr_grpo(rewards, group_ids, mask=mask, apply_mask=apply_mask, singleton=singleton, backend=backend)
+    compared = segments.statistics(rewards, group_ids, mask=mask, backend=backend).members > 1
+    receives = scorable(rewards, mask if apply_mask is None else apply_mask) & compared
+    return torch.where(receives, centred - shift, centred)
 
 
 @estimator(Provenance.VERIFIED, tables=True)

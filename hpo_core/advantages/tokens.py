@@ -12,7 +12,7 @@ import math
 import torch
 
 from ..batch import PackedBatch
-from ..checks import check, check_rows, check_tokens
+from ..checks import check, check_precise, check_rows, check_tokens
 from ..gates.inputs import of_row, valid_tokens
 from ..segments import Chains, chains, dense_ids, recurrence, scan, statistics
 from ..specs import Provenance
@@ -142,6 +142,44 @@ def rl_zvp(
     shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)
     others = of_row(known(torch.where(scored, advantages, 0.0)), row, 0.0)
     return torch.where(valid, torch.where(of_row(flat, row, False), shaped, others), 0.0)
+
+
+@estimator(Provenance.VERIFIED, level="token")
+def iw_opd(
+    teacher_logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    gamma: float = 0.5,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """IW-OPD: on-policy distillation, in which the gaps to the teacher before a token take weight from it (arXiv
+    2606.22600). Returns ``[T]`` float32.
+
+    ``A_t = (1 + gamma (1 - sum_{k < t} |d_k| / sum_k |d_k|)) d_t``, ``d = teacher_logp - old_logp``, sums over the
+    valid tokens of the trajectory, through all its rows. The gate is ``reinforce()``, in TRL with ``token_mean``.
+
+    Args:
+        teacher_logp, old_logp: ``[T]``, what the teacher and the sampling policy say of the policy's tokens.
+        gamma: .5 in TRL; 0 is plain on-policy distillation (MOPD, arXiv 2601.02780).
+
+    Traps: weights are 1 to ``1 + gamma``, so the step grows with gamma. A gap that is not finite is that of a masked
+    token, where TRL raises.
+
+    >>> teacher, old = torch.tensor([-0.5, -2.0, -1.0]), torch.tensor([-1.0, -1.0, -0.5])
+    >>> iw_opd(teacher, old, PackedBatch.from_lengths([3]))
+    tensor([ 0.7500, -1.3750, -0.5625])
+    """
+    check_precise("teacher_logp", teacher_logp)
+    check_precise("old_logp", old_logp)
+    check_tokens(batch, teacher_logp=teacher_logp, old_logp=old_logp)
+    check(0 <= gamma < math.inf, "gamma: expected a finite number >= 0, got {}", gamma)
+    gap = torch.where(valid_tokens(batch), known(teacher_logp.double() - old_logp.double()), 0.0)
+    tokens = _trajectories(batch)
+    size = tokens.sorted(gap.abs())
+    left = scan(size, torch.ones_like(size), tokens.cu_seqlens, backend)
+    share = left / torch.where(size > 0, tokens.first(left), 1.0)  # a gap of 0 has no use for its weight
+    return as_advantages((1 + gamma * tokens.unsorted(share)) * gap, teacher_logp, backend)
 
 
 @estimator(Provenance.VERIFIED, level="token")

@@ -39,6 +39,10 @@ def decoupled(eps_low: float = 0.2, eps_high: float = 0.2, ratio_cap: float | No
     Args:
         ratio_cap: of that weight; None as in the paper (exponents saturate at 20).
 
+    A-3PO (arXiv 2512.06547; ``loglinear`` in AReaL) needs no forward pass of the proximal policy: its ``old_logp``
+    is ``torch.lerp(rollout_logp, logp.detach(), 1 - 1 / age)``, age the policy versions since the token was sampled,
+    at least 1.
+
     >>> decoupled().corrections[0].action.name
     'CLAMP'
     """
@@ -166,7 +170,11 @@ def opsm(log_delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
 
 @examines
 def dppo_tv(
-    low: float = 0.15, high: float = 0.15, ratio_cap: float = 20.0, channel: Channel = Channel.STALENESS
+    low: float = 0.15,
+    high: float = 0.15,
+    ratio_cap: float = 20.0,
+    channel: Channel = Channel.STALENESS,
+    symmetric: bool = False,
 ) -> RatioGate:
     """DPPO with binary total variation: ``loss_t = -sg[min(r, ratio_cap)] A logp`` while the token's probability has
     moved little (arXiv 2602.04879; verl).
@@ -176,15 +184,19 @@ def dppo_tv(
 
     Args:
         low, high: 0.15 as in verl; prime-rl takes 0.2.
-        ratio_cap: absolute, 20 as in verl.
+        ratio_cap: absolute, 20 as in verl; prime-rl has none, inf.
         channel: whose q: STALENESS ``old_logp`` as in verl, TOTAL ``rollout_logp`` as in the authors' code.
+        symmetric: a token counts where ``-low <= p - q <= high``, whatever the sign of A. prime-rl's ``ipo`` is
+            ``dppo_tv(0.1, 0.1, inf, symmetric=True)``, its ``ref_kl`` has 0.2 and 1. With each of its losses goes
+            ``kl_tau x^2``, on all tokens: ``kl=kl.k2(2 * kl_tau)`` with the sampler as ``ref_logp``.
 
     >>> dppo_tv().corrections[0].statistic.name
     'PROBABILITY'
     """
     for name, bound in (("low", low), ("high", high)):
         check(0 <= bound <= 1, "{}: expected a difference of probabilities in [0, 1], got {}", name, bound)
-    return _dppo("dppo_tv", Statistic.PROBABILITY, low, high, ratio_cap, channel)
+    back = (low, high) if symmetric else (math.inf, math.inf)
+    return _dppo("dppo_tv", Statistic.PROBABILITY, low, high, ratio_cap, channel, back)
 
 
 @examines
@@ -208,9 +220,18 @@ def _around(gate: RatioGate | None, name: str, source: str, *corrections: Correc
     return replace(compose(ppo_clip() if gate is None else gate, *corrections), name=name, source=source)
 
 
-def _dppo(name: str, statistic: Statistic, low: float, high: float, cap: float, channel: Channel) -> RatioGate:
+def _dppo(
+    name: str,
+    statistic: Statistic,
+    low: float,
+    high: float,
+    cap: float,
+    channel: Channel,
+    back: tuple[float, float] = (math.inf, math.inf),
+) -> RatioGate:
+    """``back``: how far tokens may move down and up against the sign of their advantage."""
     check(cap >= 1, "ratio_cap: expected an absolute ratio >= 1, got {}", cap)
-    mask = Correction(Action.MASK, (-math.inf, -low), (high, math.inf), channel=channel, statistic=statistic)
+    mask = Correction(Action.MASK, (-back[0], -low), (high, back[1]), channel=channel, statistic=statistic)
     clip = Clip(high=(float(cap), float(cap)))
     return RatioGate(
         name,

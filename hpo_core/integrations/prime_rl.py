@@ -23,7 +23,7 @@ from .served import served_gate
 __all__ = ["loss"]
 
 
-def loss(inputs: Any, gate: str = "dppo_tv(low=0.2, high=0.2)", kl_tau: float = 0.0, adv_tau: float = 1.0) -> Any:
+def loss(inputs: Any, gate: str = "dppo_tv(0.2, 0.2, inf)", kl_tau: float = 0.0, adv_tau: float = 1.0) -> Any:
     """What prime-rl calls with its ``LossInputs``; returns its ``LossOutputs``.
 
     Args:

@@ -14,8 +14,8 @@ from ..checks import check, require_type
 
 # Estimators that need no more than is given here: outcomes or token rewards, the mask, and the prompt of each response.
 ESTIMATORS = (
-    *("bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl", "mc_grpo", "ngrpo"),
-    *("opo", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
+    *("a_star", "asymre", "bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_passk", "lite_ppo", "maxrl"),
+    *("mc_grpo", "ngrpo", "opo", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
 )
 
 # Those that divide by a deviation and have no form without.

@@ -69,6 +69,7 @@ CASES = {
     "asymre": lambda g: A.asymre(g.reward, g.group, **g.rest),
     "a_star": lambda g: A.a_star(g.reward, g.group, beta=0.25, **g.rest),
     "rloo": lambda g: A.rloo(g.reward, g.group, **g.rest),
+    "grpo_leave_one_out": lambda g: A.grpo_leave_one_out(g.reward, g.group, **g.rest),
     "lite_ppo": lambda g: A.lite_ppo(g.reward, g.group, **g.rest),
     "lite_ppo_groups": lambda g: A.lite_ppo(g.reward, g.group, about_groups=True, **g.rest),
     "opo": lambda g: A.opo(g.reward, g.group, g.length, **g.rest),
@@ -159,7 +160,7 @@ CASES = {
 COMPOSED = (
     *("sgrpo_reward_sum", "sgrpo_hierarchical_sum", "treepo_segments", "rose_length_penalty", "grpo_passk", "hila"),
     *("tool_star", "thor", "hi_agent", "a2fm_apo", "sgrpo_credits", "unidoc_rl", "icpo", "datarus", "craft_gui"),
-    "tree_grpo",
+    *("tree_grpo", "grpo_leave_one_out"),
 )
 
 # Cases that together start every kernel of Triton with every structure that any case starts it with.

@@ -141,6 +141,17 @@ def rloo(u):
     return out
 
 
+def grpo_leave_one_out(u):
+    out = np.zeros(len(u.reward))
+    for places in groups_of(ids(u.group), u.mask).values():
+        for place in places:
+            others = [u.reward[other] for other in places if other != place]
+            differ = others and min(others) < max(others)
+            centred = u.reward[place] - np.mean(others) if others else 0.0
+            out[place] = centred / (np.std(others, ddof=1) + 1e-6) if differ else centred
+    return out
+
+
 def lite_ppo(u):
     keep = u.mask & (u.group >= 0)
     batch = u.reward[keep]

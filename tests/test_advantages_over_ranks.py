@@ -69,6 +69,7 @@ TABLES = {
     "asymre": lambda wrap, u: wrap(A.asymre)(u["rewards"], u["groups"]),
     "a_star": lambda wrap, u: wrap(A.a_star)(u["rewards"], u["groups"]),
     "rloo": lambda wrap, u: wrap(A.rloo)(u["rewards"], u["groups"]),
+    "grpo_leave_one_out": lambda wrap, u: wrap(A.grpo_leave_one_out)(u["rewards"], u["groups"]),
     "lite_ppo": CALLS["lite_ppo"],
     "opo": lambda wrap, u: wrap(A.opo)(u["rewards"], u["groups"], u["lengths"]),
     "dgpo": lambda wrap, u: wrap(A.dgpo)(u["rewards"], u["groups"], accuracy=u["several"][0].sigmoid()),

@@ -226,6 +226,7 @@ MASKED = (
         "grpo",
         "asymre",
         "a_star",
+        "grpo_leave_one_out",
         "lite_ppo_groups",
         "opo",
         "maxrl",

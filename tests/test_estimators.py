@@ -6,6 +6,7 @@ import inspect
 import itertools
 import math
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import naive_estimators as naive
@@ -359,6 +360,35 @@ def test_asymre_shifts_what_is_compared(backend):
     close(A.asymre(rewards, ids, shift=0.25, singleton="raw", **b), [0.25, -0.75, -0.25, -0.25, 0.75, 0])
     first = t(True, True, False, False)
     close(A.asymre(t(1.0, 0, 0.5, 3), None, mask=first, apply_mask=~first, **b), [0, 0, 0.1, 2.6])
+
+
+def test_grpo_leave_one_out_scales_where_the_others_differ(backend):
+    t, b = on(backend)
+    rewards, ids = t(1.0, 0, 0, 0.1, 0.1, 0.1, 0.7, 2, 5, 3), t(0, 0, 0, 1, 1, 1, 1, 2, 2, 3)
+    third = -0.2 / 0.3464102  # of (.1, .1, .7)
+    close(
+        A.grpo_leave_one_out(rewards, ids, eps=0.0, **b), [1, -0.707107, -0.707107, third, third, third, 0.6, -3, 3, 0]
+    )
+    close(A.grpo_leave_one_out(rewards, ids, eps=0.5, singleton="raw", **b)[[1, 8, 9]], [-0.414214, 3, 3])
+    first = t(True, True, True, False)  # to the last unit all members are others
+    judged = A.grpo_leave_one_out(t(1.0, 2, 3, 5), None, mask=first, apply_mask=~first, eps=0.0, **b)
+    close(judged, [0, 0, 0, 3])
+    assert A.grpo_leave_one_out(t(*[0.1] * 7), None, **b).tolist() == [0.0] * 7
+
+
+def test_grpo_leave_one_out_knows_others_that_nearly_agree(backend):
+    """Without the outlier 13 digits of the group's squares cancel."""
+    t, b = on(backend)
+    rewards = [0.0, 1e6, 1e6 + 0.0625, 1e6, 1e6 + 0.125]
+    expected = []
+    for place, reward in enumerate(rewards):
+        others = [Fraction(other) for other in rewards[:place] + rewards[place + 1 :]]
+        mean = sum(others) / 4
+        deviation = math.sqrt(sum((other - mean) ** 2 for other in others) / 3)
+        expected.append(float(Fraction(reward) - mean) / deviation)
+    for sign in (1.0, -1.0):
+        found = A.grpo_leave_one_out(sign * t(*rewards), None, eps=0.0, **b)
+        torch.testing.assert_close(found.cpu(), torch.tensor(expected) * sign, rtol=3e-7, atol=0)
 
 
 # What the authors' code gives, run at the commits that docs/advantages_evidence.md names.

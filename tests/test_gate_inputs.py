@@ -459,6 +459,7 @@ def test_inputs_of_a_padded_batch_are_padded():
         (gates.hapo_bounds, {"entropy": entropy}),
         (gates.m2po_mask, of_both),
         (gates.rec_ring_mask, {**of_both, "advantages": torch.tensor([1.0, -1.0, 1.0])}),
+        (gates.vaco_mask, {**of_both, **of_tokens, "delta": 0.1}),
         (gates.bapo_bounds, {**of_both, **of_tokens}),
         (gates.m2po_bounds, {**of_both, **of_tokens}),
         (gates.clip_cov_mask, {**of_both, **of_tokens, "seed": 1, "low": 0.0}),
@@ -495,6 +496,49 @@ def test_gbpo_target_by_hand():
     scored = torch.tensor([1.0, math.nan, 0.0, 3.0, 5.0, -math.inf, 2.0])
     with_nan = gates.gbpo_target(scored, torch.tensor([4, 4, 4, 9, 4, 4, 4])).target
     assert torch.equal(with_nan[scored.isfinite()], target) and with_nan[[1, 5]].isnan().all()
+
+
+def test_vaco_mask_by_hand():
+    """The means of |r - 1| are 1.25 and 0.2; no token outside the mask, and none without a ratio, is in them."""
+    ratio = torch.tensor([0.25, 1.0, 4.0, 99.0, math.nan, 0.7, 1.1])
+    batch = hpo.PackedBatch.from_lengths([5, 2], mask=torch.arange(7) != 3)
+    for delta, kept in ((1.24, [0, 1, 4, 5, 6]), (1.26, [0, 1, 2, 4, 5, 6]), (0.19, [0, 1, 4, 6])):
+        for level, given in (("row", torch.tensor([1.0, -1.0])), ("token", torch.tensor([1.0] * 5 + [-1.0] * 2))):
+            for scale in (1.0, 1e-45):  # the sign counts, however small the product
+                mask = gates.vaco_mask(
+                    ratio.log(), torch.zeros(7), scale * given, batch, delta, advantage_level=level
+                ).token_mask
+                assert mask.nonzero().flatten().tolist() == kept, (delta, level)
+    back = gates.vaco_mask(ratio.log(), torch.zeros(7), torch.tensor([-1.0, 1.0]), batch, 0.19).token_mask
+    assert back.nonzero().flatten().tolist() == [1, 2, 4, 5]
+    one = hpo.PackedBatch.from_lengths([2])
+    gone = torch.tensor([-math.inf, 2.0]), torch.tensor([-1.0, -500.0])
+    assert gates.vaco_mask(*gone, torch.tensor([1.0]), one, 1e8).token_mask.tolist() == [True, False]  # (1 + e^20) / 2
+    fallen = gone[0][:1], torch.zeros(1), torch.tensor([-1.0]), hpo.PackedBatch.from_lengths([1])
+    assert gates.vaco_mask(*fallen, 1.0).token_mask.all() and not gates.vaco_mask(*fallen, 0.99).token_mask.any()
+
+
+def test_vaco_mask_leaves_gradients_of_what_it_keeps(backend):
+    generator = torch.Generator().manual_seed(5)
+    device = testing.device_of(backend)
+    logp, old_logp = (-torch.rand(2, 40, generator=generator)).to(device)
+    batch = hpo.PackedBatch.from_lengths([9, 11, 20]).to(device)
+    advantages = torch.tensor([1.0, -1.0, 0.5], device=device)
+    mask = gates.vaco_mask(logp, old_logp, advantages, batch, 0.35)
+    row, x = batch.row_of_token(), logp - old_logp
+    away = x.sign() * advantages[row] > 0
+    expected = [
+        (x[row == each].exp() - 1).abs().mean().item() <= 0.35 or not away[token].item()
+        for token, each in enumerate(row.tolist())
+    ]
+    assert mask.token_mask.tolist() == expected and 0 < sum(expected) < 40
+    gradients = []
+    for given in ({"gate_inputs": mask}, {}):
+        leaf = logp.clone().requires_grad_()
+        hpo.policy_loss(leaf, old_logp, advantages, batch, gates.dapo(), backend=backend, **given).loss.backward()
+        gradients.append(leaf.grad)
+    kept = torch.tensor(expected, device=device)
+    assert torch.equal(gradients[0], torch.where(kept, gradients[1], 0.0)) and gradients[1][~kept].any()
 
 
 def test_rec_ring_mask_by_hand():

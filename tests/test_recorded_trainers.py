@@ -2,6 +2,8 @@
 losses that were read at the commit named with each."""
 
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -247,6 +249,22 @@ def test_nemo_rl_adds_metrics_over_micro_batches(nemo_rl):
     for name in ("loss", "hpo/clipped", "hpo/kl", "token_mult_prob_error", "num_valid_samples"):
         assert sum(cut[name] for cut in cuts) == pytest.approx(whole[name], rel=1e-5, abs=1e-7)
     assert whole["hpo/clipped"] > 0.05 and [cut["hpo/nan_tokens"] for cut in cuts] == [1.0, 1.0]
+
+
+def test_nemo_rl_takes_the_advantages_that_the_manual_says():
+    """``compute_advantage`` as grpo_train of nemo_rl/algorithms/grpo.py at 7ea279a calls it."""
+    page = Path(__file__).parent.parent.joinpath("docs", "trainer_setup.md").read_text()
+    (code,) = re.findall(r"^```python\n((?:(?!```).*\n)*?.*_create_advantage_estimator.*\n)```", page, re.MULTILINE)
+    with modules(nemo_rl__algorithms__grpo={}) as stubs:
+        exec(code, {})
+        estimator = stubs["nemo_rl.algorithms.grpo"]._create_advantage_estimator(None)
+    prompts = torch.tensor([[7, 8, 0], [7, 9, 0], [7, 8, 0], [7, 8, 0]])
+    found = estimator.compute_advantage(
+        prompt_ids=prompts, rewards=torch.tensor([1.0, 3.0, 0.0, 0.5]), mask=torch.ones(4, 5), repeated_batch=None,
+        logprobs_policy=None, logprobs_reference=None,
+    )  # fmt: skip
+    expected = hpo.advantages.maxrl(torch.tensor([1.0, 0.0, 0.5]), None)
+    assert found.shape == (4, 5) and torch.equal(found[[0, 2, 3], 4], expected) and not found[1].any()
 
 
 def test_nemo_rls_penalty_takes_log_probabilities_without_its_filter(nemo_rl):

@@ -341,6 +341,7 @@ def _inputs() -> Iterator[Call]:
         yield _call(gates.clip_cov_mask, **of_loss, **given, seed=1, low=0.0)
         yield _call(gates.kl_cov_mask, logp=_T["logp"], batch=batch(), **given, share=0.25)
         yield _call(gates.rec_ring_mask, **of_loss, **given)
+        yield _call(gates.vaco_mask, **of_loss, **given, delta=0.25)
         yield _call(gates.fipo_weight, **of_loss, **given)
     yield _call(gates.m2po_mask, **of_loss)
     yield _call(gates.bpo_target, "advantages", advantages=_S["advantages"])

@@ -49,7 +49,20 @@ from .baselines import (
 )
 from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
 from .distributed import over_ranks
-from .flat import asymre, dgpo, dr_grpo, gpg, grpo, lite_ppo, maxrl, opo, reinforce_pp_baseline, rloo, whiten
+from .flat import (
+    asymre,
+    dgpo,
+    dr_grpo,
+    gpg,
+    grpo,
+    grpo_leave_one_out,
+    lite_ppo,
+    maxrl,
+    opo,
+    reinforce_pp_baseline,
+    rloo,
+    whiten,
+)
 from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .priors import bnpo, ngrpo, v05
@@ -101,6 +114,7 @@ __all__ = [
     "gigpo",
     "gpg",
     "grpo",
+    "grpo_leave_one_out",
     "grpo_passk",
     "hbpo",
     "hgpo",

@@ -13,6 +13,7 @@ from ..specs import Center, EpsMode, GroupTerm, Provenance, Scale
 from .terms import (
     Term,
     as_advantages,
+    check_eps,
     check_finite,
     combine,
     estimator,
@@ -132,6 +133,48 @@ def rloo(
     """
     rule = GroupTerm(Center.LEAVE_ONE_OUT, Scale.NONE, eps=0.0, keep_singletons=keeps_singletons(singleton))
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
+
+
+@estimator(Provenance.VERIFIED, tables=True)
+def grpo_leave_one_out(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    mask: torch.Tensor | None = None,
+    apply_mask: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    singleton: str = "zero",
+    backend: str | None = None,
+) -> torch.Tensor:
+    """GRPO with the mean and the deviation of the others: ``A = (r - mean_o) / (std_o + eps)``, ddof 1, NeMo-RL's
+    default. Returns ``[S]`` float32.
+
+    Where the others are all equal, or one alone, there is no scale: ``A = r - mean_o``, that of :func:`rloo`.
+
+    Args:
+        eps: 1e-6 as in NeMo-RL.
+
+    Traps: advantages do not sum to 0 in a group. The only success among n binary rewards gets 1, the only failure -1,
+    however large n is. NeMo-RL's variance is a difference of two means in float32: of others that nearly agree far from
+    0 it is noise, or negative, which leaves out the scale.
+
+    >>> grpo_leave_one_out(torch.tensor([1.0, 0.0, 0.0, 1.0]), None)
+    tensor([ 1.1547, -1.1547, -1.1547,  1.1547])
+    >>> grpo_leave_one_out(torch.tensor([1.0, 0.0, 0.0, 0.0]), None)
+    tensor([ 1.0000, -0.5773, -0.5773, -0.5773])
+    """
+    check_eps(eps)
+    centred = rloo(rewards, group_ids, mask=mask, apply_mask=apply_mask, singleton=singleton, backend=backend)
+    group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
+    member, exact, n = members_of(rewards, group, mask), rewards.double(), group.members
+    own = n / (n - 1).clamp(min=1) * (exact - group.mean).square()
+    squares = torch.where(member, (group.squares - own).clamp(min=0), group.squares)
+    # That difference loses at most a factor of 2, but for the only unit at an end of its group, which may be all of it.
+    for end in (group.least, group.greatest):
+        rest = segments.statistics(rewards, group_ids, mask=member & (exact != end), backend=backend)
+        squares = torch.where(member & (exact == end) & (rest.members == n - 1), rest.squares, squares)
+    scale = group._replace(weight=n - member.double(), squares=squares).deviation(1)
+    return as_advantages(centred / torch.where(scale > 0, scale + eps, 1.0), rewards, backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)

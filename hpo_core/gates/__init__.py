@@ -23,6 +23,7 @@ from .inputs import (
     hapo_bounds,
     kl_cov_mask,
     rec_ring_mask,
+    vaco_mask,
 )
 from .objectives import bpo, dro, gbpo, kimi, kl_cov, nft, opmd, ppo_penalty, sapo, spo
 from .parts import Channel, Clip, Correction, Drop, Excess, Gamma, Identity, Level, LogClip, Rollback, Tanh
@@ -129,5 +130,6 @@ __all__ = [
     "tis",
     "topr",
     "triplet_clip",
+    "vaco_mask",
     "vespo",
 ]

@@ -266,6 +266,47 @@ def rec_ring_mask(
     return GateInputs(token_mask=valid & (inside | strayed))
 
 
+@of_tokens
+def vaco_mask(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    batch: PackedBatch,
+    delta: float,
+    *,
+    advantage_level: str | None = None,
+) -> GateInputs:
+    """``gate_inputs`` for any gate: a row that has moved too far learns from the tokens that move back (VACO's filter,
+    arXiv 2603.01365, as open-instruct has it).
+
+    A token is left out where ``mean |r - 1|`` of its row, an estimate of twice the total variation, exceeds ``delta``,
+    and ``A log r > 0``; ``r = exp(logp - old_logp)``, whose exponent saturates at 20.
+
+    Args:
+        logp, old_logp: ``[T]``; open-instruct gives ``old_logp`` and ``rollout_logp``, and the gate is
+            ``tis(gate=dapo())``.
+        advantages, advantage_level: as in :func:`~hpo_core.policy_loss`.
+        delta: no source gives a number; open-instruct takes those above 1 alone.
+
+    A token whose log-ratio is not a number is in no mean, and is left to the loss, which counts it.
+
+    Traps: open-instruct's mean is that of a line of its batch, with all responses that are packed there. Its author
+    calls the mask a modification of the paper's for language models; the paper realigns advantages, too, by V-trace.
+
+    >>> ratio, batch = torch.tensor([0.25, 1.0, 4.0, 0.9, 1.2]), PackedBatch.from_lengths([3, 2])
+    >>> vaco_mask(ratio.log(), torch.zeros(5), torch.tensor([1.0, 1.0]), batch, delta=1.2).token_mask
+    tensor([ True,  True, False,  True,  True])
+    """
+    check(0 <= delta < math.inf, "delta: expected a finite mean of |r - 1| >= 0, got {}", delta)
+    check_policies(batch, logp, old_logp)
+    valid = valid_tokens(batch)
+    x = torch.where(valid, logp.detach() - old_logp.detach(), 0.0)
+    moved = x.clamp(max=20).expm1().abs()
+    mean = GroupStatistics(*ops.group_statistics(moved, batch.once(PackedBatch.row_of_token), None, valid, None)).mean
+    away = x.sign() * per_token(advantages, batch, advantage_level) > 0
+    return GateInputs(token_mask=valid & ~((mean > delta) & away))
+
+
 @examines
 def bpo_target(advantages: torch.Tensor, eps: float = 0.2) -> GateInputs:
     """``gate_inputs`` for :func:`bpo`: targets ``1 + eps sign A``, in the shape of ``advantages`` (arXiv

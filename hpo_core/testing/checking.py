@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -191,8 +192,16 @@ def check(
     else:
         subject = OTHERS[kind](recorded, **{name: arguments[name] for name in READS[kind]}, **options)
 
-    def run(example: Any) -> Any:
-        return move(subject.call(move(example, device)), "cpu")
+    def run(example: Any, *incoming: torch.Tensor) -> Any:
+        return move(subject.call(move(example, device), *move(incoming, device)), "cpu")
+
+    search = functools.partial(_search, subject.examples(), examples, seed)
+    small: list[Any] = []
+    search(small.append)
+    long: list[Any] = []
+    long_ones = min(examples // SMALL_FOR_A_LONG, MOST_LONG)
+    if long_ones and any(name.startswith(EXACT) for name in asked):
+        _search(subject.examples(long=True), long_ones, seed, long.append)
 
     def verdict_on(promise: Promise, run: Run = run) -> Verdict:
         missing = [need for need in promise.needs if not (gradient if need == GRADIENT else accepts(recorded, need))]
@@ -201,7 +210,7 @@ def check(
         missing = [need for need in promise.needs if need in left_out]
         if missing:
             return Verdict(promise.name, None, f"features= leaves out {', '.join(missing)}")
-        return _search(promise, run, recorded, subject.examples, examples, seed)
+        return _judge(promise, run, recorded, small, long, search)
 
     if kind != "policy_loss":
         verdicts = [verdict_on(promise) for promise in PROMISES[kind] if promise.name in asked]
@@ -225,10 +234,10 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device: expected one that torch can use here, got {device!r}: {reason}") from error
 
 
-def _run_with_tokens(run: Run, gradient: bool, example: PolicyLossExample) -> Outcome:
+def _run_with_tokens(run: Run, gradient: bool, example: PolicyLossExample, *incoming: torch.Tensor) -> Outcome:
     """The outcome of the kernel, except for a batch without valid tokens: zeros, without a call."""
     if has_tokens(example):
-        return run(example)  # type: ignore[no-any-return]
+        return run(example, *incoming)  # type: ignore[no-any-return]
     zeros = torch.zeros_like(example.logp, memory_format=torch.contiguous_format)
     return Outcome(zeros.new_zeros(()), zeros if gradient else None, None, None)
 
@@ -236,61 +245,68 @@ def _run_with_tokens(run: Run, gradient: bool, example: PolicyLossExample) -> Ou
 # ---------------------------------------------------------------------------------------------------- the search
 
 
-def _search(
-    promise: Promise, run: Run, recorded: Recorded, drawn: Callable[..., Any], examples: int, seed: int
-) -> Verdict:
-    h, recorded.copies = hypothesis(), promise.name == UNWRITTEN
-    failures: list[tuple[str, str]] = []
-    inapplicable: list[str] = []
-    worst = [0.0]
+def _search(strategy: Any, count: int, seed: int, test: Callable[[Any], object], *, shrink: bool = False) -> None:
+    """``test`` on the examples of a seed, which are the same for every test until one raises."""
+    h = hypothesis()
+    settings = h.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=False,  # True in a caller's profile would override the seed
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=(h.Phase.generate, h.Phase.shrink)[: 1 + shrink],
+        suppress_health_check=list(h.HealthCheck),
+        verbosity=h.Verbosity.quiet,
+    )
 
-    def holds(example: Any) -> None:
-        if inapplicable:
-            return
+    def run(example: Any) -> None:
+        test(example)
+
+    h.seed(seed)(settings(h.given(strategy)(run)))()
+
+
+def _judge(
+    promise: Promise, run: Run, recorded: Recorded, small: list[Any], long: list[Any], search: Callable[..., None]
+) -> Verdict:
+    recorded.copies = promise.name == UNWRITTEN
+    failures: list[tuple[str, str]] = []
+
+    def holds(example: Any) -> float:
         recorded.received = {}
         try:
-            worst.append(promise.holds(run, example) or 0.0)
+            share = promise.holds(run, example) or 0.0
             written = _written(recorded) if promise.name == UNWRITTEN else ""
             assert not written, f"the kernel wrote what it was given as {written}"
-        except Inapplicable as reason:
-            inapplicable.append(str(reason))
-        except Undefined:
+        except (Inapplicable, Undefined):
             raise
         except Exception as error:
             what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
             failures.append((what, _show(recorded.received)))
             raise
+        return share
 
-    def search(strategy: Any, count: int, *phases: Any) -> None:
-        settings = h.settings(
-            max_examples=count,
-            deadline=None,
-            database=None,
-            derandomize=False,  # True in a caller's profile would override the seed
-            print_blob=False,
-            report_multiple_bugs=False,
-            phases=phases,
-            suppress_health_check=list(h.HealthCheck),
-            verbosity=h.Verbosity.quiet,
-        )
-        try:
-            h.seed(seed)(settings(h.given(strategy)(holds)))()
-        except Exception:
-            if not failures:
-                raise
+    def still_holds(example: Any) -> None:
+        with contextlib.suppress(Inapplicable, Undefined):
+            holds(example)
 
-    search(drawn(), examples, h.Phase.generate, h.Phase.shrink)
-    if failures:  # the last one is the smallest: hypothesis replays it
-        return Verdict(promise.name, False, *failures[-1])
-    long_ones = min(examples // SMALL_FOR_A_LONG, MOST_LONG)
-    if promise.name.startswith(EXACT) and long_ones:
-        search(drawn(long=True), long_ones, h.Phase.generate)
-    if failures:
+    on_long = ""
+    try:
+        worst = max(map(holds, small))
+        if promise.name.startswith(EXACT):
+            on_long = "on a long example alone: "
+            worst = max([worst, *map(holds, long)])
+    except Inapplicable as reason:
+        return Verdict(promise.name, None, str(reason))
+    except Exception:
+        if not failures:
+            raise
+        if not on_long:
+            with contextlib.suppress(Exception):
+                search(still_holds, shrink=True)  # the last failure is the smallest: hypothesis replays it
         detail, received = failures[-1]
-        return Verdict(promise.name, False, f"on a long example alone: {detail}", received)
-    if inapplicable:
-        return Verdict(promise.name, None, inapplicable[0])
-    return Verdict(promise.name, True, worst=max(worst))
+        return Verdict(promise.name, False, on_long + detail, received)
+    return Verdict(promise.name, True, worst=worst)
 
 
 def _written(recorded: Recorded) -> str:

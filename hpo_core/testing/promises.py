@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-Run = Callable[[Any], Any]
+Run = Callable[..., Any]  # of an example, and of the incoming gradient where it is not 1
 
 SHOWN = 128  # of a tensor with more elements a report shows the first ones
 GRADIENT = "gradient"  # a requirement of promises that is no keyword

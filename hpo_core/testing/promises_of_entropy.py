@@ -97,9 +97,13 @@ def _(run: Run, example: WindowExample) -> None:
 @promise("window_mean", "a constant is its own mean, to the bit, for widths that are powers of two")
 def _(run: Run, example: WindowExample) -> None:
     width = 1 << (example.last - example.first).bit_length()
-    example = example._replace(last=example.first + width - 1, values=torch.full_like(example.values, 0.7))
-    example.keywords.update(boundary="full", invalid="break")
-    out = run(example)
+    out = run(
+        example._replace(
+            values=torch.full_like(example.values, 0.7),
+            last=example.first + width - 1,
+            keywords={"boundary": "full", "invalid": "break"},
+        )
+    )
     defined = out > -math.inf
     same("the score of a constant", out[defined], torch.full_like(out[defined], 0.7), f"at width {width}")
 

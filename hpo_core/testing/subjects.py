@@ -31,7 +31,7 @@ from .examples import (
     move,
     random_policy_loss,
 )
-from .expected import Outcome, accepts, run_policy_loss
+from .expected import Outcome, accepts, differentiate, run_policy_loss
 from .layouts import Layout
 from .promises import Run
 from .promises_of_advantages import Estimator
@@ -196,15 +196,15 @@ def _kl(fn: Recorded, *, gradient: bool, penalty: KLPenalty | None, **options: A
     """The penalty alone as a policy loss: advantages are 0, weights are 1, and every token is valid."""
     penalty = kl.k3(1.0) if penalty is None else penalty
 
-    def call(example: PolicyLossExample) -> Outcome:
+    def call(example: PolicyLossExample, incoming: torch.Tensor | None = None) -> Outcome:
         logp = example.logp.detach().requires_grad_(gradient)
         tokens = _tensor(fn(logp, example.keywords["ref_logp"], **options))
-        total = tokens.sum()
+        total = tokens.detach().sum()
         if not gradient:
             return Outcome(total, None, tokens.detach(), None)
         assert tokens.requires_grad or not tokens.numel(), "the penalty is not connected to logp; see gradient="
-        grad = torch.autograd.grad(total, logp)[0] if tokens.numel() else torch.zeros_like(logp)
-        return Outcome(total.detach(), grad, tokens.detach(), None)
+        grad = differentiate(tokens, logp, incoming) if tokens.numel() else torch.zeros_like(logp)
+        return Outcome(total, grad, tokens.detach(), None)
 
     def alone(example: PolicyLossExample) -> PolicyLossExample:
         ones = torch.ones(example.batch.rows, dtype=torch.float32, device="cpu")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from .. import gates
 from ..batch import PackedBatch
 from ..checks import check as require
 from ..checks import require_type
@@ -23,7 +23,7 @@ from .expected import Outcome, accepts
 from .promises import GRADIENT, PROMISES, SHOWN, UNWRITTEN, Inapplicable, Promise, Run, Undefined
 from .promises_of_losses import NOTHING_VALID, has_tokens
 from .strategies import hypothesis
-from .subjects import ESTIMATORS, OTHERS, READS, Recorded, estimator_of, of_advantages, of_policy_loss, withheld
+from .subjects import ESTIMATORS, SUBJECTS, Recorded, estimator_of, withheld
 
 EXACT = "exact"  # promises whose names begin so are also held to long examples
 SMALL_FOR_A_LONG, MOST_LONG = 20, 3  # a long example for so many small ones, and the most of them
@@ -180,17 +180,15 @@ def check(
         "gradient": gradient, "features": features,
     }  # fmt: skip
     unset = {"padded": False, "gradient": True}
-    unread = [name for name, value in arguments.items() if name not in READS[kind] and value != unset.get(name)]
+    subject_of = SUBJECTS[kind]
+    read = set(inspect.getfullargspec(subject_of).kwonlyargs) & set(arguments)
+    unread = [name for name, value in arguments.items() if name not in read and value != unset.get(name)]
     require(not unread, "{}: op={!r} does not read it; drop it", ", ".join(unread), op)
     left_out = withheld(features)
-    recorded = Recorded(fn)
     if kind == "advantages":
-        subject = of_advantages(recorded, estimator_of(op, estimator), options)
-    elif kind == "policy_loss":
-        gate = gates.ppo_clip() if gate is None else gate
-        subject = of_policy_loss(recorded, gate, penalty, features, padded, gradient, options)
-    else:
-        subject = OTHERS[kind](recorded, **{name: arguments[name] for name in READS[kind]}, **options)
+        arguments["estimator"] = estimator_of(op, estimator)
+    recorded = Recorded(fn)
+    subject = subject_of(recorded, **{name: arguments[name] for name in read}, **options)
 
     def run(example: Any, *incoming: torch.Tensor) -> Any:
         return move(subject.call(move(example, device), *move(incoming, device)), "cpu")

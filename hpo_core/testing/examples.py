@@ -367,10 +367,6 @@ class WindowExample(NamedTuple):
     last: int
     keywords: dict[str, Any]  # boundary, invalid
 
-    def valid(self) -> torch.Tensor:
-        """Whether a token is in a row and not masked ``[T]``."""
-        return valid_tokens(self.batch)
-
 
 @examines
 def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 8) -> WindowExample:
@@ -390,10 +386,6 @@ class MaskExample(NamedTuple):
     entropy: torch.Tensor
     batch: PackedBatch
     window: EntropyWindow
-
-    def valid(self) -> torch.Tensor:
-        """Whether a token is in a row and not masked ``[T]``."""
-        return valid_tokens(self.batch)
 
 
 class ScoresExample(NamedTuple):

@@ -80,3 +80,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
     wide = x.new_full((x.numel() + 1,), math.nan if x.is_floating_point() else 1)
     wide[1:] = x
     return wide[1:]
+
+
+# Ways to lay out the same values, and what a report says of them.
+PLACEMENTS = ((strided, "where inputs have stride 2"), (shifted, "where inputs begin off alignment"))

@@ -13,7 +13,8 @@ from ..specs import INDEX_RULES, OrderRule
 from .budget import assert_within_budget
 from .examples import MaskExample, ScoresExample, WindowExample
 from .expected import expect_window
-from .promises import UNWRITTEN, Run, promise, same, shifted, strided
+from .layouts import valid_tokens
+from .promises import PLACEMENTS, UNWRITTEN, Run, promise, same
 
 Example = WindowExample | MaskExample | ScoresExample
 
@@ -46,7 +47,7 @@ def _(run: Run, example: Example) -> None:
 @promise(_ALL, "strides are honoured")
 def _(run: Run, example: Example) -> None:
     before = run(example)
-    for change, where in ((strided, "where inputs have stride 2"), (shifted, "where inputs begin off alignment")):
+    for change, where in PLACEMENTS:
         changed: dict[str, Any] = {example._fields[0]: change(example[0])}
         same(_OUTPUT[type(example)], run(example._replace(**changed)), before, where)
 
@@ -68,7 +69,7 @@ def _(run: Run, example: WindowExample) -> None:
     before = run(example)
     for begin, end in zip(example.batch.cu_seqlens[:-1].tolist(), example.batch.cu_seqlens[1:].tolist(), strict=True):
         position = torch.arange(example.values.numel(), device="cpu")
-        others = example.valid() & ((position < begin) | (position >= end))
+        others = valid_tokens(example.batch) & ((position < begin) | (position >= end))
         out = run(_changed_values(example, others, 1e6))
         same("a row's score", out[begin:end], before[begin:end], "after only other rows were changed")
 
@@ -79,7 +80,7 @@ def _(run: Run, example: WindowExample) -> None:
     for poison in (math.nan, math.inf, 1e30):
         same(
             "the score",
-            run(_changed_values(example, ~example.valid(), poison)),
+            run(_changed_values(example, ~valid_tokens(example.batch), poison)),
             clean,
             f"with {poison} in masked places",
         )
@@ -115,7 +116,7 @@ def _(run: Run, example: WindowExample) -> None:
 def _(run: Run, example: MaskExample) -> None:
     clean = run(example)
     for poison in (math.nan, math.inf, 1e30):
-        dirty = run(example._replace(entropy=torch.where(example.valid(), example.entropy, poison)))
+        dirty = run(example._replace(entropy=torch.where(valid_tokens(example.batch), example.entropy, poison)))
         same("the mask", dirty, clean, f"with {poison} in masked places")
 
 

@@ -11,7 +11,7 @@ from ..gates import Clip, FirstOrder, Penalty, Unit
 from .budget import Expected, agrees, assert_within_budget
 from .examples import PolicyLossExample
 from .expected import Outcome, exact_gradient, expect_policy_loss
-from .promises import GRADIENT, UNWRITTEN, Inapplicable, Run, distinct, growing, promise, same, shifted, strided
+from .promises import GRADIENT, PLACEMENTS, UNWRITTEN, Inapplicable, Run, distinct, growing, promise, same, strided
 
 INCOMING = "the incoming gradient scales the outgoing one"
 NOTHING_VALID = "nothing valid: loss 0, gradient 0"
@@ -78,8 +78,8 @@ def _(run: Run, example: PolicyLossExample) -> None:
 @promise("policy_loss kl", "strides are honoured")
 def _(run: Run, example: PolicyLossExample) -> None:
     before = run(example)
-    _same_outcome(run(example.on_tokens(strided).on_rows(strided)), before, "where inputs have stride 2")
-    _same_outcome(run(example.on_tokens(shifted).on_rows(shifted)), before, "where inputs begin off alignment")
+    for change, where in PLACEMENTS:
+        _same_outcome(run(example.on_tokens(change).on_rows(change)), before, where)
 
 
 @promise("policy_loss", INCOMING, GRADIENT)

@@ -90,15 +90,17 @@ def _keywords(features: Collection[str]) -> set[str]:
     return {need for feature in features for need in _NEEDS.get(feature, (feature,))}
 
 
-def of_policy_loss(
+def _policy_loss(
     fn: Recorded,
-    gate: RatioGate,
+    *,
+    gate: RatioGate | None,
     penalty: KLPenalty | None,
     features: Collection[str] | None,
     padded: bool,
     gradient: bool,
-    options: dict[str, Any],
+    **options: Any,
 ) -> Subject:
+    gate = gates.ppo_clip() if gate is None else gate
     if padded:
         check_padded(gate)
     kernel = of_rectangles(fn) if padded else fn
@@ -233,9 +235,9 @@ def estimator_of(op: str, given: Callable[..., torch.Tensor] | None) -> Callable
     return advantages.grpo if given is None else given
 
 
-def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict[str, Any]) -> Subject:
+def _advantages(fn: Recorded, *, estimator: Callable[..., torch.Tensor], **options: Any) -> Subject:
     """Examples have every input that the estimator needs, and its optional inputs if the kernel takes them."""
-    parameters = list(inspect.signature(like).parameters.items())
+    parameters = list(inspect.signature(estimator).parameters.items())
     required = [
         name
         for name, parameter in parameters[2:]
@@ -245,12 +247,12 @@ def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict
     require(
         [name for name, _ in parameters[1:2]] == ["group_ids"]
         and set(required) <= set(drawn)
-        and level_of(like) in ("row", "step")
-        and not is_multi_reward(like),
+        and level_of(estimator) in ("row", "step")
+        and not is_multi_reward(estimator),
         "estimator: expected one of rewards [S], group_ids and {}, with an advantage of each reward, got {}({}); bind "
         "its other inputs with functools.partial, or wrap it in a function of these",
         ", ".join(drawn),
-        name_of(like),
+        name_of(estimator),
         ", ".join(name for name, _ in parameters),
     )
 
@@ -258,12 +260,12 @@ def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict
         return _tensor(fn(example.rewards, example.group_ids, **example.keywords, **options))
 
     def taken(example: RewardsExample) -> RewardsExample:
-        given = accepted_keywords(like, **example.keywords)
+        given = accepted_keywords(estimator, **example.keywords)
         return example._replace(
             keywords={name: value for name, value in given.items() if name in required or accepts(fn, name)}
         )
 
-    estimator, notes = Estimator(like, options), []
+    notes = []
     try:
         call(RewardsExample(torch.tensor([0.0, 1.0], device="cpu"), None, {}))
     except Exception as error:
@@ -273,7 +275,7 @@ def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict
     def examples(**size: bool) -> Any:
         drawn = (steps if required else reward_groups)(**size).map(taken)
         drawn = drawn.filter(lambda example: example.group_ids is not None) if notes else drawn
-        return drawn.map(lambda example: (example, estimator))
+        return drawn.map(lambda example: (example, Estimator(estimator, options)))
 
     return Subject(call, examples, tuple(notes))
 
@@ -323,20 +325,13 @@ def _quantile(fn: Recorded, *, rule: OrderRule = OrderRule.CEIL, **options: Any)
     return Subject(call, examples)
 
 
-OTHERS: dict[str, Callable[..., Subject]] = {
+# By op: what makes the subject of a kernel, from the arguments of check() that it has among its keywords, and options.
+SUBJECTS: dict[str, Callable[..., Subject]] = {
+    "policy_loss": _policy_loss,
     "kl": _kl,
+    "advantages": _advantages,
     "window_mean": _window_mean,
     "window_mask": _window_mask,
     "order_statistic": _order_statistic,
     "quantile": _quantile,
-}
-# The arguments of check() that concern an op.
-READS: dict[str, tuple[str, ...]] = {
-    "policy_loss": ("gate", "penalty", "padded", "gradient", "features"),
-    "kl": ("penalty", "gradient"),
-    "advantages": ("estimator",),
-    "window_mean": ("padded",),
-    "window_mask": ("padded", "window"),
-    "order_statistic": (),
-    "quantile": (),
 }

@@ -481,7 +481,7 @@ NOTHING, OFFSET = "nothing valid: loss 0, gradient 0", "an offset common to a gr
 IDENTICAL = "identical rewards get exactly 0"
 MICRO = "micro-batch-invariant: parts add up to the whole"
 INCOMING = "the incoming gradient scales the outgoing one"
-UNWRITTEN = "inputs are not written"
+UNWRITTEN = "inputs and earlier results are not written"
 PEERS = {
     "verl vanilla": lambda: (verl_policy_loss("vanilla"), "policy_loss", gates.ppo_clip(0.2, 0.2, ratio_dual=3.0)),
     "verl gspo": lambda: (

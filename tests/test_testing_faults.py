@@ -25,6 +25,7 @@ import hpo_core as hpo
 from hpo_core import testing
 from hpo_core.reference.entropy import order_statistic
 from hpo_core.specs import OrderRule
+from hpo_core.testing.promises import UNWRITTEN
 
 EXAMPLES = 30
 
@@ -96,7 +97,7 @@ GENERAL = {
     "strides are honoured, of an address that is not aligned": faulty(
         lambda kernel, x, *given, **named: changed(kernel(x, *given, **named), x.is_contiguous() * x.storage_offset())
     ),
-    "inputs are not written": faulty(
+    "inputs and earlier results are not written": faulty(
         lambda kernel, x, *given, **named: (kernel(x.clone(), *given, **named), x.data.fill_(7.0))[0]
     ),
     "the incoming gradient": faulty(lambda kernel, *given, **named: WithoutIncoming.apply(kernel(*given, **named))),
@@ -319,6 +320,19 @@ def grpo_without_full_blocks(rewards, group_ids):
 def test_a_kernel_that_is_wrong_at_the_end_of_a_full_block_is_found(kernel, op):
     exact = testing.promises(op)[0]
     assert testing.check(kernel, op, padded=kernel is padded_ppo_of_short_rows, examples=60, only=[exact]).broken
+
+
+@pytest.mark.parametrize("op", ["grpo", "window_mean"])
+def test_results_in_memory_that_the_next_call_writes_are_found(op):
+    buffer = torch.zeros(10_000)
+
+    def kernel(*given, **named):
+        out = SOUND[op](*given, **named)
+        return buffer[: out.numel()].copy_(out)
+
+    kernel = functools.wraps(SOUND[op])(kernel)
+    (verdict,) = testing.check(kernel, op, examples=EXAMPLES, only=[UNWRITTEN]).verdicts
+    assert verdict.kept is False and "an earlier call returned" in verdict.detail
 
 
 @pytest.mark.parametrize("narrow", [torch.int32, torch.float32])

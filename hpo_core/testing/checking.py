@@ -191,7 +191,10 @@ def check(
     subject = subject_of(recorded, **{name: arguments[name] for name in read}, **options)
 
     def run(example: Any, *incoming: torch.Tensor) -> Any:
-        return move(subject.call(move(example, device), *move(incoming, device)), "cpu")
+        outcome = subject.call(move(example, device), *move(incoming, device))
+        copy = move(outcome, "cpu")
+        recorded.returned = (outcome, copy)
+        return copy
 
     search = functools.partial(_search, subject.examples(), examples, seed)
     small: list[Any] = []
@@ -272,10 +275,13 @@ def _judge(
 
     def holds(example: Any) -> float:
         recorded.received = {}
+        earlier = recorded.returned
         try:
             share = promise.holds(run, example) or 0.0
-            written = _written(recorded) if promise.name == UNWRITTEN else ""
-            assert not written, f"the kernel wrote what it was given as {written}"
+            if promise.name == UNWRITTEN:
+                written = _written(recorded)
+                assert not written, f"the kernel wrote what it was given as {written}"
+                assert _show(earlier[0]) == _show(earlier[1]), "the kernel wrote over what an earlier call returned"
         except (Inapplicable, Undefined):
             raise
         except Exception as error:

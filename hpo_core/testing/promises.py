@@ -16,7 +16,7 @@ Run = Callable[..., Any]  # of an example, and of the incoming gradient where it
 
 SHOWN = 128  # of a tensor with more elements a report shows the first ones
 GRADIENT = "gradient"  # a requirement of promises that is no keyword
-UNWRITTEN = "inputs are not written"  # of one call: check() compares its arguments with copies from before it
+UNWRITTEN = "inputs and earlier results are not written"  # check() compares both with copies
 
 
 class Inapplicable(Exception):

@@ -53,6 +53,7 @@ class Recorded:
         self.fn, self.copies = fn, False
         self.given: dict[Any, Any] = {}
         self.received: dict[Any, Any] = {}
+        self.returned: tuple[Any, Any] = (None, None)  # the last outcome, and a copy from when it was new
         try:
             self.__signature__ = inspect.signature(fn)
         except ValueError:  # builtins of PyTorch have no signature

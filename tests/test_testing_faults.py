@@ -25,6 +25,7 @@ import hpo_core as hpo
 from hpo_core import testing
 from hpo_core.reference.entropy import order_statistic
 from hpo_core.specs import OrderRule
+from hpo_core.testing.promises import UNWRITTEN
 
 EXAMPLES = 30
 
@@ -68,6 +69,24 @@ def changed(out, by):
     return out ^ bool(by) if out.dtype == torch.bool else out + by
 
 
+class WithoutIncoming(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out):
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, incoming):
+        return torch.ones_like(incoming)
+
+
+class WritesIncoming(WithoutIncoming):
+    @staticmethod
+    def backward(ctx, incoming):
+        outgoing = incoming.clone()
+        incoming.zero_()
+        return outgoing
+
+
 CALLS = itertools.count()
 GENERAL = {
     "exact": faulty(lambda kernel, *given, **named: changed(kernel(*given, **named), 0.25)),
@@ -78,8 +97,12 @@ GENERAL = {
     "strides are honoured, of an address that is not aligned": faulty(
         lambda kernel, x, *given, **named: changed(kernel(x, *given, **named), x.is_contiguous() * x.storage_offset())
     ),
-    "inputs are not written": faulty(
+    "inputs and earlier results are not written": faulty(
         lambda kernel, x, *given, **named: (kernel(x.clone(), *given, **named), x.data.fill_(7.0))[0]
+    ),
+    "the incoming gradient": faulty(lambda kernel, *given, **named: WithoutIncoming.apply(kernel(*given, **named))),
+    "the incoming gradient, which is written": faulty(
+        lambda kernel, *given, **named: WritesIncoming.apply(kernel(*given, **named))
     ),
     "masked is never read": faulty(
         lambda kernel, x, *given, **named: changed(kernel(x, *given, **named), 0.25 * float((x.abs() > 1e20).any()))
@@ -264,3 +287,57 @@ def test_a_kernel_that_forgets_what_lies_beyond_its_first_block_is_found(kernel,
     assert report.broken == (exact,) and len(str(report)) < 4000
     assert report.verdicts[0].detail.startswith("on a long example alone: ")
     assert " ... of shape [" in report.verdicts[0].received
+
+
+def ppo_without_full_blocks(logp, old_logp, advantages, batch, *, gate, weights):
+    lengths = batch.cu_seqlens.diff()
+    weights = torch.where((lengths > 0) & (lengths % 256 == 0), 0.0, weights)
+    return eager_ppo(logp, old_logp, advantages, batch, gate=gate, weights=weights)
+
+
+def ppo_of_ragged_packs(logp, old_logp, advantages, batch, *, gate, weights):
+    weights = weights if len(logp) % 128 else 0 * weights
+    return eager_ppo(logp, old_logp, advantages, batch, gate=gate, weights=weights)
+
+
+def padded_ppo_of_short_rows(logp, old_logp, advantages, mask, *, weights):
+    return padded_ppo(logp, old_logp, advantages, mask & (torch.arange(mask.shape[1]) < BLOCK), weights=weights)
+
+
+def grpo_without_full_blocks(rewards, group_ids):
+    ids = torch.zeros_like(rewards, dtype=torch.int64) if group_ids is None else group_ids
+    size = (ids[:, None] == ids).sum(1)
+    return torch.where(size % 256 == 0, 0.0, hpo.advantages.grpo(rewards, group_ids))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op"),
+    [
+        (ppo_without_full_blocks, "policy_loss"), (ppo_of_ragged_packs, "policy_loss"),
+        (padded_ppo_of_short_rows, "policy_loss"), (grpo_without_full_blocks, "grpo"),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_is_wrong_at_the_end_of_a_full_block_is_found(kernel, op):
+    exact = testing.promises(op)[0]
+    assert testing.check(kernel, op, padded=kernel is padded_ppo_of_short_rows, examples=60, only=[exact]).broken
+
+
+@pytest.mark.parametrize("op", ["grpo", "window_mean"])
+def test_results_in_memory_that_the_next_call_writes_are_found(op):
+    buffer = torch.zeros(10_000)
+
+    def kernel(*given, **named):
+        out = SOUND[op](*given, **named)
+        return buffer[: out.numel()].copy_(out)
+
+    kernel = functools.wraps(SOUND[op])(kernel)
+    (verdict,) = testing.check(kernel, op, examples=EXAMPLES, only=[UNWRITTEN]).verdicts
+    assert verdict.kept is False and "an earlier call returned" in verdict.detail
+
+
+@pytest.mark.parametrize("narrow", [torch.int32, torch.float32])
+def test_ids_that_lose_bits_are_found(narrow):
+    def narrow_grpo(rewards, group_ids):
+        return grpo(rewards, None if group_ids is None else group_ids.to(narrow).long())
+
+    assert testing.check(narrow_grpo, "grpo", examples=EXAMPLES, only=["exact"]).broken

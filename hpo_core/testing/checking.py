@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from .. import gates
 from ..batch import PackedBatch
 from ..checks import check as require
 from ..checks import require_type
@@ -22,7 +23,7 @@ from .expected import Outcome, accepts
 from .promises import GRADIENT, PROMISES, SHOWN, UNWRITTEN, Inapplicable, Promise, Run, Undefined
 from .promises_of_losses import NOTHING_VALID, has_tokens
 from .strategies import hypothesis
-from .subjects import ESTIMATORS, OTHERS, READS, Recorded, estimator_of, of_advantages, of_policy_loss, withheld
+from .subjects import ESTIMATORS, SUBJECTS, Recorded, estimator_of, withheld
 
 EXACT = "exact"  # promises whose names begin so are also held to long examples
 SMALL_FOR_A_LONG, MOST_LONG = 20, 3  # a long example for so many small ones, and the most of them
@@ -179,20 +180,29 @@ def check(
         "gradient": gradient, "features": features,
     }  # fmt: skip
     unset = {"padded": False, "gradient": True}
-    unread = [name for name, value in arguments.items() if name not in READS[kind] and value != unset.get(name)]
+    subject_of = SUBJECTS[kind]
+    read = set(inspect.getfullargspec(subject_of).kwonlyargs) & set(arguments)
+    unread = [name for name, value in arguments.items() if name not in read and value != unset.get(name)]
     require(not unread, "{}: op={!r} does not read it; drop it", ", ".join(unread), op)
     left_out = withheld(features)
-    recorded = Recorded(fn)
     if kind == "advantages":
-        subject = of_advantages(recorded, estimator_of(op, estimator), options)
-    elif kind == "policy_loss":
-        gate = gates.ppo_clip() if gate is None else gate
-        subject = of_policy_loss(recorded, gate, penalty, features, padded, gradient, options)
-    else:
-        subject = OTHERS[kind](recorded, **{name: arguments[name] for name in READS[kind]}, **options)
+        arguments["estimator"] = estimator_of(op, estimator)
+    recorded = Recorded(fn)
+    subject = subject_of(recorded, **{name: arguments[name] for name in read}, **options)
 
-    def run(example: Any) -> Any:
-        return move(subject.call(move(example, device)), "cpu")
+    def run(example: Any, *incoming: torch.Tensor) -> Any:
+        outcome = subject.call(move(example, device), *move(incoming, device))
+        copy = move(outcome, "cpu")
+        recorded.returned = (outcome, copy)
+        return copy
+
+    search = functools.partial(_search, subject.examples(), examples, seed)
+    small: list[Any] = []
+    search(small.append)
+    long: list[Any] = []
+    long_ones = min(examples // SMALL_FOR_A_LONG, MOST_LONG)
+    if long_ones and any(name.startswith(EXACT) for name in asked):
+        _search(subject.examples(long=True), long_ones, seed, long.append)
 
     def verdict_on(promise: Promise, run: Run = run) -> Verdict:
         missing = [need for need in promise.needs if not (gradient if need == GRADIENT else accepts(recorded, need))]
@@ -201,7 +211,7 @@ def check(
         missing = [need for need in promise.needs if need in left_out]
         if missing:
             return Verdict(promise.name, None, f"features= leaves out {', '.join(missing)}")
-        return _search(promise, run, recorded, subject.examples, examples, seed)
+        return _judge(promise, run, recorded, small, long, search)
 
     if kind != "policy_loss":
         verdicts = [verdict_on(promise) for promise in PROMISES[kind] if promise.name in asked]
@@ -225,10 +235,10 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device: expected one that torch can use here, got {device!r}: {reason}") from error
 
 
-def _run_with_tokens(run: Run, gradient: bool, example: PolicyLossExample) -> Outcome:
+def _run_with_tokens(run: Run, gradient: bool, example: PolicyLossExample, *incoming: torch.Tensor) -> Outcome:
     """The outcome of the kernel, except for a batch without valid tokens: zeros, without a call."""
     if has_tokens(example):
-        return run(example)  # type: ignore[no-any-return]
+        return run(example, *incoming)  # type: ignore[no-any-return]
     zeros = torch.zeros_like(example.logp, memory_format=torch.contiguous_format)
     return Outcome(zeros.new_zeros(()), zeros if gradient else None, None, None)
 
@@ -236,61 +246,71 @@ def _run_with_tokens(run: Run, gradient: bool, example: PolicyLossExample) -> Ou
 # ---------------------------------------------------------------------------------------------------- the search
 
 
-def _search(
-    promise: Promise, run: Run, recorded: Recorded, drawn: Callable[..., Any], examples: int, seed: int
-) -> Verdict:
-    h, recorded.copies = hypothesis(), promise.name == UNWRITTEN
-    failures: list[tuple[str, str]] = []
-    inapplicable: list[str] = []
-    worst = [0.0]
+def _search(strategy: Any, count: int, seed: int, test: Callable[[Any], object], *, shrink: bool = False) -> None:
+    """``test`` on the examples of a seed, which are the same for every test until one raises."""
+    h = hypothesis()
+    settings = h.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=False,  # True in a caller's profile would override the seed
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=(h.Phase.generate, h.Phase.shrink)[: 1 + shrink],
+        suppress_health_check=list(h.HealthCheck),
+        verbosity=h.Verbosity.quiet,
+    )
 
-    def holds(example: Any) -> None:
-        if inapplicable:
-            return
+    def run(example: Any) -> None:
+        test(example)
+
+    h.seed(seed)(settings(h.given(strategy)(run)))()
+
+
+def _judge(
+    promise: Promise, run: Run, recorded: Recorded, small: list[Any], long: list[Any], search: Callable[..., None]
+) -> Verdict:
+    recorded.copies = promise.name == UNWRITTEN
+    failures: list[tuple[str, str]] = []
+
+    def holds(example: Any) -> float:
         recorded.received = {}
+        earlier = recorded.returned
         try:
-            worst.append(promise.holds(run, example) or 0.0)
-            written = _written(recorded) if promise.name == UNWRITTEN else ""
-            assert not written, f"the kernel wrote what it was given as {written}"
-        except Inapplicable as reason:
-            inapplicable.append(str(reason))
-        except Undefined:
+            share = promise.holds(run, example) or 0.0
+            if promise.name == UNWRITTEN:
+                written = _written(recorded)
+                assert not written, f"the kernel wrote what it was given as {written}"
+                assert _show(earlier[0]) == _show(earlier[1]), "the kernel wrote over what an earlier call returned"
+        except (Inapplicable, Undefined):
             raise
         except Exception as error:
             what = str(error) if isinstance(error, AssertionError) else f"raised {type(error).__name__}: {error}"
             failures.append((what, _show(recorded.received)))
             raise
+        return share
 
-    def search(strategy: Any, count: int, *phases: Any) -> None:
-        settings = h.settings(
-            max_examples=count,
-            deadline=None,
-            database=None,
-            derandomize=False,  # True in a caller's profile would override the seed
-            print_blob=False,
-            report_multiple_bugs=False,
-            phases=phases,
-            suppress_health_check=list(h.HealthCheck),
-            verbosity=h.Verbosity.quiet,
-        )
-        try:
-            h.seed(seed)(settings(h.given(strategy)(holds)))()
-        except Exception:
-            if not failures:
-                raise
+    def still_holds(example: Any) -> None:
+        with contextlib.suppress(Inapplicable, Undefined):
+            holds(example)
 
-    search(drawn(), examples, h.Phase.generate, h.Phase.shrink)
-    if failures:  # the last one is the smallest: hypothesis replays it
-        return Verdict(promise.name, False, *failures[-1])
-    long_ones = min(examples // SMALL_FOR_A_LONG, MOST_LONG)
-    if promise.name.startswith(EXACT) and long_ones:
-        search(drawn(long=True), long_ones, h.Phase.generate)
-    if failures:
+    on_long = ""
+    try:
+        worst = max(map(holds, small))
+        if promise.name.startswith(EXACT):
+            on_long = "on a long example alone: "
+            worst = max([worst, *map(holds, long)])
+    except Inapplicable as reason:
+        return Verdict(promise.name, None, str(reason))
+    except Exception:
+        if not failures:
+            raise
+        if not on_long:
+            with contextlib.suppress(Exception):
+                search(still_holds, shrink=True)  # the last failure is the smallest: hypothesis replays it
         detail, received = failures[-1]
-        return Verdict(promise.name, False, f"on a long example alone: {detail}", received)
-    if inapplicable:
-        return Verdict(promise.name, None, inapplicable[0])
-    return Verdict(promise.name, True, worst=max(worst))
+        return Verdict(promise.name, False, on_long + detail, received)
+    return Verdict(promise.name, True, worst=worst)
 
 
 def _written(recorded: Recorded) -> str:

@@ -23,7 +23,7 @@ from ..gates import Channel, Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
 from ..specs import OrderRule, Unit
 from .budget import MARGIN
-from .layouts import Layout, below, random_layout, row_of_tokens, valid_tokens
+from .layouts import Layout, below, random_layout, row_of_tokens, valid_tokens, wide_ids
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -331,8 +331,7 @@ def random_rewards(seed: int = 0, units: int = 12, kind: str | None = None, mask
         keywords["mask"] = torch.rand(units, generator=draw, dtype=torch.float32, device="cpu") > 0.2
         if below(draw, 2):
             keywords["apply_mask"] = torch.rand(units, generator=draw, dtype=torch.float32, device="cpu") > 0.2
-    ids = groups * torch.where(groups < 0, 1, 2**40 + 3)
-    return RewardsExample(rewards, None if below(draw, 8) == 0 else ids, keywords)
+    return RewardsExample(rewards, None if below(draw, 8) == 0 else wide_ids(groups), keywords)
 
 
 @examines
@@ -349,11 +348,11 @@ def random_steps(seed: int = 0, units: int = 12) -> RewardsExample:
     rewards = (normal, integers(0, 2, units).float(), torch.full_like(normal, 0.3))[kind]
     groups, trajectory = integers(0, 3, units + 1), integers(0, units // 2 + 1, units)
     keywords = {
-        "trajectory_ids": trajectory * 1_000_003,
+        "trajectory_ids": wide_ids(trajectory),
         "anchor_ids": integers(0, 3, units),
         "lengths": integers(1, 9, units).float(),
     }
-    return RewardsExample(rewards, groups[trajectory] * (2**40 + 3), keywords)
+    return RewardsExample(rewards, wide_ids(groups[trajectory]), keywords)
 
 
 # --------------------------------------------------------------------------------------------------- windows and scores
@@ -367,10 +366,6 @@ class WindowExample(NamedTuple):
     first: int
     last: int
     keywords: dict[str, Any]  # boundary, invalid
-
-    def valid(self) -> torch.Tensor:
-        """Whether a token is in a row and not masked ``[T]``."""
-        return valid_tokens(self.batch)
 
 
 @examines
@@ -391,10 +386,6 @@ class MaskExample(NamedTuple):
     entropy: torch.Tensor
     batch: PackedBatch
     window: EntropyWindow
-
-    def valid(self) -> torch.Tensor:
-        """Whether a token is in a row and not masked ``[T]``."""
-        return valid_tokens(self.batch)
 
 
 class ScoresExample(NamedTuple):

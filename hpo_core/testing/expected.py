@@ -18,6 +18,7 @@ from ..metrics import SLOTS, Metrics
 from ..specs import Head, KLEstimator, KLGradient, Routing
 from .budget import Expected
 from .examples import PolicyLossExample, RewardsExample, WindowExample, move
+from .promises import Inapplicable
 
 
 class Outcome(NamedTuple):
@@ -48,18 +49,26 @@ def keywords_of(fn: Callable[..., Any], example: PolicyLossExample) -> dict[str,
 
 
 def run_policy_loss(
-    fn: Callable[..., Any], example: PolicyLossExample, *, gradient: bool = True, **keywords: Any
+    fn: Callable[..., Any],
+    example: PolicyLossExample,
+    incoming: torch.Tensor | None = None,
+    *,
+    gradient: bool = True,
+    **keywords: Any,
 ) -> Outcome:
     """Call ``fn`` like ``policy_loss`` or ``policy_loss_and_grad``, and differentiate a loss without its gradient.
 
-    ``gradient``: False for a kernel that computes the loss alone.
+    Args:
+        incoming: what arrives at the loss in the backward; default 1.
+        gradient: False for a kernel that computes the loss alone.
     """
     leaf = example.logp.detach().requires_grad_(gradient)
     keywords = keywords_of(fn, example) | keywords
-    return outcome_of(fn(leaf, example.old_logp, example.advantages, example.batch, **keywords), leaf, gradient)
+    out = fn(leaf, example.old_logp, example.advantages, example.batch, **keywords)
+    return outcome_of(out, leaf, incoming, gradient)
 
 
-def outcome_of(out: Any, leaf: torch.Tensor, gradient: bool = True) -> Outcome:
+def outcome_of(out: Any, leaf: torch.Tensor, incoming: torch.Tensor | None = None, gradient: bool = True) -> Outcome:
     """The outputs of a kernel; the loss is differentiated by ``leaf`` if they hold no gradient."""
     loss = out if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
     found = f"a loss of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(out).__name__}"
@@ -72,10 +81,20 @@ def outcome_of(out: Any, leaf: torch.Tensor, gradient: bool = True) -> Outcome:
     if not gradient:
         return Outcome(loss.detach(), None, tokens, metrics)
     if not isinstance(out, torch.Tensor) and hasattr(out, "grad"):
+        if incoming is not None:
+            raise Inapplicable("the kernel returns its gradient itself")
         return Outcome(loss.detach(), out.grad.reshape(leaf.shape), None, metrics)
     assert loss.requires_grad, "the loss is not connected to logp; gradient=False judges a loss without a gradient"
-    (grad,) = torch.autograd.grad(loss, leaf)
-    return Outcome(loss.detach(), grad, tokens, metrics)
+    return Outcome(loss.detach(), differentiate(loss, leaf, incoming), tokens, metrics)
+
+
+def differentiate(out: torch.Tensor, leaf: torch.Tensor, incoming: torch.Tensor | None) -> torch.Tensor:
+    """The gradient of ``leaf``. A backward that writes to ``incoming`` changes what other nodes of the graph get."""
+    arriving = out.new_ones(()).expand_as(out) if incoming is None else incoming
+    before = None if incoming is None else incoming.clone()
+    (grad,) = torch.autograd.grad(out, leaf, arriving)
+    assert before is None or torch.equal(arriving, before), "the backward wrote to the gradient that arrived"
+    return grad
 
 
 def expect_policy_loss(example: PolicyLossExample) -> dict[str, Expected]:
@@ -92,6 +111,11 @@ def expect_policy_loss(example: PolicyLossExample) -> dict[str, Expected]:
         "tokens": Expected(exact.tokens, eager.tokens.double(), magnitudes["tokens"]),
         "metrics": Expected(exact.metrics.vector, eager.metrics.vector, magnitudes["metrics"]),
     }
+
+
+def exact_gradient(example: PolicyLossExample) -> torch.Tensor:
+    """The gradient of the float64 reference, without a budget."""
+    return _grad(_reference(move(example.with_scores_of_threshold(), "cpu"), torch.float64))
 
 
 def _grad(outcome: Outcome) -> torch.Tensor:

@@ -54,8 +54,12 @@ class Layout:
 
 
 def _ids(count: int, kinds: int, draw: torch.Generator) -> torch.Tensor:
-    """Ids as users have them: any integers, in any order, with gaps."""
-    return torch.randint(0, max(kinds, 1), (count,), generator=draw, device="cpu") * 1_000_003 + 5
+    return wide_ids(torch.randint(0, max(kinds, 1), (count,), generator=draw, device="cpu"))
+
+
+def wide_ids(numbers: torch.Tensor) -> torch.Tensor:
+    """Ids that are alike in 32 bits, or but for the last of 41: narrower integers and floats mix them up."""
+    return numbers // 2 * 2**40 + numbers % 2
 
 
 def _nested(ids: torch.Tensor, finer: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-Run = Callable[[Any], Any]
+Run = Callable[..., Any]  # of an example, and of the incoming gradient where it is not 1
 
 SHOWN = 128  # of a tensor with more elements a report shows the first ones
 GRADIENT = "gradient"  # a requirement of promises that is no keyword
-UNWRITTEN = "inputs are not written"  # of one call: check() compares its arguments with copies from before it
+UNWRITTEN = "inputs and earlier results are not written"  # check() compares both with copies
 
 
 class Inapplicable(Exception):
@@ -80,3 +80,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
     wide = x.new_full((x.numel() + 1,), math.nan if x.is_floating_point() else 1)
     wide[1:] = x
     return wide[1:]
+
+
+# Ways to lay out the same values, and what a report says of them.
+PLACEMENTS = ((strided, "where inputs have stride 2"), (shifted, "where inputs begin off alignment"))

@@ -16,7 +16,7 @@ from ..advantages.terms import name_of
 from .budget import Expected, agrees, assert_within_budget
 from .examples import RewardsExample
 from .expected import accepts, expect_rewards
-from .promises import UNWRITTEN, Inapplicable, Run, Undefined, distinct, promise, same, shifted, strided
+from .promises import PLACEMENTS, UNWRITTEN, Inapplicable, Run, Undefined, distinct, promise, same
 
 
 class Estimator(NamedTuple):
@@ -95,8 +95,8 @@ def _(run: Run, drawn: Rewards) -> None:
 @promise("advantages", "strides are honoured")
 def _(run: Run, drawn: Rewards) -> None:
     before = run(drawn[0])
-    same("the advantages", run(_on_units(drawn[0], strided)), before, "where inputs have stride 2")
-    same("the advantages", run(_on_units(drawn[0], shifted)), before, "where inputs begin off alignment")
+    for change, where in PLACEMENTS:
+        same("the advantages", run(_on_units(drawn[0], change)), before, where)
 
 
 @promise("advantages", UNWRITTEN)

@@ -13,7 +13,8 @@ from ..specs import INDEX_RULES, OrderRule
 from .budget import assert_within_budget
 from .examples import MaskExample, ScoresExample, WindowExample
 from .expected import expect_window
-from .promises import UNWRITTEN, Run, promise, same, shifted, strided
+from .layouts import valid_tokens
+from .promises import PLACEMENTS, UNWRITTEN, Run, promise, same
 
 Example = WindowExample | MaskExample | ScoresExample
 
@@ -46,7 +47,7 @@ def _(run: Run, example: Example) -> None:
 @promise(_ALL, "strides are honoured")
 def _(run: Run, example: Example) -> None:
     before = run(example)
-    for change, where in ((strided, "where inputs have stride 2"), (shifted, "where inputs begin off alignment")):
+    for change, where in PLACEMENTS:
         changed: dict[str, Any] = {example._fields[0]: change(example[0])}
         same(_OUTPUT[type(example)], run(example._replace(**changed)), before, where)
 
@@ -68,7 +69,7 @@ def _(run: Run, example: WindowExample) -> None:
     before = run(example)
     for begin, end in zip(example.batch.cu_seqlens[:-1].tolist(), example.batch.cu_seqlens[1:].tolist(), strict=True):
         position = torch.arange(example.values.numel(), device="cpu")
-        others = example.valid() & ((position < begin) | (position >= end))
+        others = valid_tokens(example.batch) & ((position < begin) | (position >= end))
         out = run(_changed_values(example, others, 1e6))
         same("a row's score", out[begin:end], before[begin:end], "after only other rows were changed")
 
@@ -79,7 +80,7 @@ def _(run: Run, example: WindowExample) -> None:
     for poison in (math.nan, math.inf, 1e30):
         same(
             "the score",
-            run(_changed_values(example, ~example.valid(), poison)),
+            run(_changed_values(example, ~valid_tokens(example.batch), poison)),
             clean,
             f"with {poison} in masked places",
         )
@@ -97,9 +98,13 @@ def _(run: Run, example: WindowExample) -> None:
 @promise("window_mean", "a constant is its own mean, to the bit, for widths that are powers of two")
 def _(run: Run, example: WindowExample) -> None:
     width = 1 << (example.last - example.first).bit_length()
-    example = example._replace(last=example.first + width - 1, values=torch.full_like(example.values, 0.7))
-    example.keywords.update(boundary="full", invalid="break")
-    out = run(example)
+    out = run(
+        example._replace(
+            values=torch.full_like(example.values, 0.7),
+            last=example.first + width - 1,
+            keywords={"boundary": "full", "invalid": "break"},
+        )
+    )
     defined = out > -math.inf
     same("the score of a constant", out[defined], torch.full_like(out[defined], 0.7), f"at width {width}")
 
@@ -111,7 +116,7 @@ def _(run: Run, example: WindowExample) -> None:
 def _(run: Run, example: MaskExample) -> None:
     clean = run(example)
     for poison in (math.nan, math.inf, 1e30):
-        dirty = run(example._replace(entropy=torch.where(example.valid(), example.entropy, poison)))
+        dirty = run(example._replace(entropy=torch.where(valid_tokens(example.batch), example.entropy, poison)))
         same("the mask", dirty, clean, f"with {poison} in masked places")
 
 

@@ -10,9 +10,10 @@ import torch
 from ..gates import Clip, FirstOrder, Penalty, Unit
 from .budget import Expected, agrees, assert_within_budget
 from .examples import PolicyLossExample
-from .expected import Outcome, expect_policy_loss
-from .promises import GRADIENT, UNWRITTEN, Inapplicable, Run, distinct, growing, promise, same, shifted, strided
+from .expected import Outcome, exact_gradient, expect_policy_loss
+from .promises import GRADIENT, PLACEMENTS, UNWRITTEN, Inapplicable, Run, distinct, growing, promise, same, strided
 
+INCOMING = "the incoming gradient scales the outgoing one"
 NOTHING_VALID = "nothing valid: loss 0, gradient 0"
 
 
@@ -77,8 +78,21 @@ def _(run: Run, example: PolicyLossExample) -> None:
 @promise("policy_loss kl", "strides are honoured")
 def _(run: Run, example: PolicyLossExample) -> None:
     before = run(example)
-    _same_outcome(run(example.on_tokens(strided).on_rows(strided)), before, "where inputs have stride 2")
-    _same_outcome(run(example.on_tokens(shifted).on_rows(shifted)), before, "where inputs begin off alignment")
+    for change, where in PLACEMENTS:
+        _same_outcome(run(example.on_tokens(change).on_rows(change)), before, where)
+
+
+@promise("policy_loss", INCOMING, GRADIENT)
+def _(run: Run, example: PolicyLossExample) -> None:
+    out = run(example, torch.tensor(4.0, dtype=torch.float32, device="cpu"))
+    same("the gradient", _grad(out), 4 * _grad(run(example)), "where 4 arrives at the loss")
+
+
+@promise("kl", INCOMING, GRADIENT)
+def _(run: Run, example: PolicyLossExample) -> None:
+    incoming = strided(2.0 ** (torch.arange(example.logp.numel(), device="cpu") % 3))
+    out = run(example, incoming)
+    same("the gradient", _grad(out), incoming * _grad(run(example)), "where 1, 2, 4, 1 ... arrive, of stride 2")
 
 
 @promise("policy_loss kl", UNWRITTEN)
@@ -149,7 +163,7 @@ def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Ten
         )
     if "rollout_logp" in example.keywords:
         example = example.given(rollout_logp=example.logp if example.old_logp is None else example.old_logp)
-    exact = expect_policy_loss(example)["grad"].exact
+    exact = exact_gradient(example)
     weights = example.spread(example.weights())
     advantages = example.advantages if example.per_token else example.spread(example.advantages)
     expected = -(weights * advantages)
@@ -200,7 +214,7 @@ def _(run: Run, example: PolicyLossExample) -> None:
     window = dataclasses.replace(example.keywords["window"], first=0, last=0)
     middle = example.keywords["entropy"][valid].median().reshape(1)
     example = example.given(window=window, threshold=middle).without("kl", "ref_logp")
-    selected = expect_policy_loss(example)["grad"].exact != 0
+    selected = exact_gradient(example) != 0
     same("the set of tokens with a gradient", (_grad(run(example)) != 0).int(), selected.int(), "at tied scores")
 
 

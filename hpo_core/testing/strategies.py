@@ -17,18 +17,21 @@ from .examples import (
     FEATURES,
     MaskExample,
     PolicyLossExample,
+    RewardsExample,
     random_policy_loss,
     random_rewards,
     random_scores,
     random_steps,
     random_window,
 )
-from .layouts import Layout
+from .layouts import Layout, wide_ids
 
-# An example that is long crosses the blocks of usual kernels: 128 rows, 1,024 or 2,048 units, 4,096 tokens.
-LONG = (1100, 0, 1, 2050, *(3,) * 140, 517, 130)
-LONG_RECTANGLE = (33,) * 130
-LONG_UNITS = 2100
+# An example that is long crosses the blocks of usual kernels: 128 rows, 1,024 groups, 2,048 units, 4,096 tokens. The
+# longest rows and groups, and all tokens or units, are multiples of every block up to 1,024: a last block that is full.
+LONG = (1024, 0, 1, 2050, *(3,) * 140, 517, 1108)
+LONG_RECTANGLES = ((33,) * 130, (2048,) * 2)
+LONG_GROUPS = (1024, 511, 1, *(2,) * 1280)
+LONG_UNITS = sum(LONG_GROUPS)
 
 
 def hypothesis() -> Any:
@@ -43,11 +46,11 @@ def hypothesis() -> Any:
 @examines
 def layouts(rows: int = 5, longest: int = 7, padded: bool = False, long: bool = False) -> Any:
     """Strategy of :class:`Layout`; shrinks towards few short rows, no mask and seed 0. ``padded``: a rectangle;
-    ``long``: 4,200 tokens, which no usual block of a kernel holds."""
+    ``long``: thousands of tokens, which no usual block of a kernel holds."""
     st = hypothesis().strategies
     lengths = st.lists(st.integers(0, longest), max_size=rows).map(tuple)
     if long:
-        lengths = st.just(LONG_RECTANGLE if padded else LONG)
+        lengths = st.sampled_from(LONG_RECTANGLES) if padded else st.just(LONG)
     elif padded:
         lengths = st.tuples(st.integers(0, rows), st.integers(0, longest)).map(lambda size: (size[1],) * size[0])
     masked = st.sampled_from(("none", "some", "row", "all"))
@@ -78,14 +81,23 @@ def policy_losses(
 
 @examines
 def reward_groups(units: int = 12, masks: bool = True, long: bool = False) -> Any:
-    """Strategy of :class:`RewardsExample`; ``long``: of 2,100 units."""
+    """Strategy of :class:`RewardsExample`; ``long``: of 4,096 units, in groups of 1 to 1,024."""
     st = hypothesis().strategies
-    return st.builds(random_rewards, st.integers(0, 9999), _count(units, long), masks=st.just(masks))
+
+    def build(seed: int, count: int) -> RewardsExample:
+        example = random_rewards(seed, count, masks=masks)
+        if not long or example.group_ids is None:
+            return example
+        group = torch.arange(len(LONG_GROUPS), device="cpu").repeat_interleave(torch.tensor(LONG_GROUPS, device="cpu"))
+        order = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+        return example._replace(group_ids=wide_ids(group[order]))
+
+    return st.builds(build, st.integers(0, 9999), _count(units, long))
 
 
 @examines
 def steps(units: int = 12, long: bool = False) -> Any:
-    """Strategy of :class:`RewardsExample` for steps; ``long``: of 2,100 units."""
+    """Strategy of :class:`RewardsExample` for steps; ``long``: of 4,096 units."""
     st = hypothesis().strategies
     return st.builds(random_steps, st.integers(0, 9999), _count(units, long))
 
@@ -113,7 +125,7 @@ def masks(window: EntropyWindow, padded: bool = False, long: bool = False) -> An
 
 @examines
 def scores(count: int = 40, long: bool = False) -> Any:
-    """Strategy of :class:`ScoresExample`; ``long``: of 4,200 scores, no two alike."""
+    """Strategy of :class:`ScoresExample`; ``long``: of 8,192 scores, hardly two alike."""
     st = hypothesis().strategies
     size = (st.just(2 * LONG_UNITS), st.just("distinct")) if long else (st.integers(0, count),)
     return st.builds(random_scores, st.integers(0, 9999), *size)

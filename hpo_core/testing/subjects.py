@@ -31,7 +31,7 @@ from .examples import (
     move,
     random_policy_loss,
 )
-from .expected import Outcome, accepts, run_policy_loss
+from .expected import Outcome, accepts, differentiate, run_policy_loss
 from .layouts import Layout
 from .promises import Run
 from .promises_of_advantages import Estimator
@@ -53,6 +53,7 @@ class Recorded:
         self.fn, self.copies = fn, False
         self.given: dict[Any, Any] = {}
         self.received: dict[Any, Any] = {}
+        self.returned: tuple[Any, Any] = (None, None)  # the last outcome, and a copy from when it was new
         try:
             self.__signature__ = inspect.signature(fn)
         except ValueError:  # builtins of PyTorch have no signature
@@ -90,15 +91,17 @@ def _keywords(features: Collection[str]) -> set[str]:
     return {need for feature in features for need in _NEEDS.get(feature, (feature,))}
 
 
-def of_policy_loss(
+def _policy_loss(
     fn: Recorded,
-    gate: RatioGate,
+    *,
+    gate: RatioGate | None,
     penalty: KLPenalty | None,
     features: Collection[str] | None,
     padded: bool,
     gradient: bool,
-    options: dict[str, Any],
+    **options: Any,
 ) -> Subject:
+    gate = gates.ppo_clip() if gate is None else gate
     if padded:
         check_padded(gate)
     kernel = of_rectangles(fn) if padded else fn
@@ -196,15 +199,15 @@ def _kl(fn: Recorded, *, gradient: bool, penalty: KLPenalty | None, **options: A
     """The penalty alone as a policy loss: advantages are 0, weights are 1, and every token is valid."""
     penalty = kl.k3(1.0) if penalty is None else penalty
 
-    def call(example: PolicyLossExample) -> Outcome:
+    def call(example: PolicyLossExample, incoming: torch.Tensor | None = None) -> Outcome:
         logp = example.logp.detach().requires_grad_(gradient)
         tokens = _tensor(fn(logp, example.keywords["ref_logp"], **options))
-        total = tokens.sum()
+        total = tokens.detach().sum()
         if not gradient:
             return Outcome(total, None, tokens.detach(), None)
         assert tokens.requires_grad or not tokens.numel(), "the penalty is not connected to logp; see gradient="
-        grad = torch.autograd.grad(total, logp)[0] if tokens.numel() else torch.zeros_like(logp)
-        return Outcome(total.detach(), grad, tokens.detach(), None)
+        grad = differentiate(tokens, logp, incoming) if tokens.numel() else torch.zeros_like(logp)
+        return Outcome(total, grad, tokens.detach(), None)
 
     def alone(example: PolicyLossExample) -> PolicyLossExample:
         ones = torch.ones(example.batch.rows, dtype=torch.float32, device="cpu")
@@ -233,9 +236,9 @@ def estimator_of(op: str, given: Callable[..., torch.Tensor] | None) -> Callable
     return advantages.grpo if given is None else given
 
 
-def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict[str, Any]) -> Subject:
+def _advantages(fn: Recorded, *, estimator: Callable[..., torch.Tensor], **options: Any) -> Subject:
     """Examples have every input that the estimator needs, and its optional inputs if the kernel takes them."""
-    parameters = list(inspect.signature(like).parameters.items())
+    parameters = list(inspect.signature(estimator).parameters.items())
     required = [
         name
         for name, parameter in parameters[2:]
@@ -245,12 +248,12 @@ def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict
     require(
         [name for name, _ in parameters[1:2]] == ["group_ids"]
         and set(required) <= set(drawn)
-        and level_of(like) in ("row", "step")
-        and not is_multi_reward(like),
+        and level_of(estimator) in ("row", "step")
+        and not is_multi_reward(estimator),
         "estimator: expected one of rewards [S], group_ids and {}, with an advantage of each reward, got {}({}); bind "
         "its other inputs with functools.partial, or wrap it in a function of these",
         ", ".join(drawn),
-        name_of(like),
+        name_of(estimator),
         ", ".join(name for name, _ in parameters),
     )
 
@@ -258,12 +261,12 @@ def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict
         return _tensor(fn(example.rewards, example.group_ids, **example.keywords, **options))
 
     def taken(example: RewardsExample) -> RewardsExample:
-        given = accepted_keywords(like, **example.keywords)
+        given = accepted_keywords(estimator, **example.keywords)
         return example._replace(
             keywords={name: value for name, value in given.items() if name in required or accepts(fn, name)}
         )
 
-    estimator, notes = Estimator(like, options), []
+    notes = []
     try:
         call(RewardsExample(torch.tensor([0.0, 1.0], device="cpu"), None, {}))
     except Exception as error:
@@ -273,7 +276,7 @@ def of_advantages(fn: Recorded, like: Callable[..., torch.Tensor], options: dict
     def examples(**size: bool) -> Any:
         drawn = (steps if required else reward_groups)(**size).map(taken)
         drawn = drawn.filter(lambda example: example.group_ids is not None) if notes else drawn
-        return drawn.map(lambda example: (example, estimator))
+        return drawn.map(lambda example: (example, Estimator(estimator, options)))
 
     return Subject(call, examples, tuple(notes))
 
@@ -323,20 +326,13 @@ def _quantile(fn: Recorded, *, rule: OrderRule = OrderRule.CEIL, **options: Any)
     return Subject(call, examples)
 
 
-OTHERS: dict[str, Callable[..., Subject]] = {
+# By op: what makes the subject of a kernel, from the arguments of check() that it has among its keywords, and options.
+SUBJECTS: dict[str, Callable[..., Subject]] = {
+    "policy_loss": _policy_loss,
     "kl": _kl,
+    "advantages": _advantages,
     "window_mean": _window_mean,
     "window_mask": _window_mask,
     "order_statistic": _order_statistic,
     "quantile": _quantile,
-}
-# The arguments of check() that concern an op.
-READS: dict[str, tuple[str, ...]] = {
-    "policy_loss": ("gate", "penalty", "padded", "gradient", "features"),
-    "kl": ("penalty", "gradient"),
-    "advantages": ("estimator",),
-    "window_mean": ("padded",),
-    "window_mask": ("padded", "window"),
-    "order_statistic": (),
-    "quantile": (),
 }

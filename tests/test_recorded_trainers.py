@@ -682,6 +682,24 @@ def test_open_instruct_warns_of_log_probabilities_that_vllm_lacks(monkeypatch):
         of_open_instruct(packs, packs.batch.logp, use_rho_correction=False)
 
 
+@pytest.mark.parametrize("policy", ["logp", "old"])
+def test_open_instruct_leaves_out_what_it_writes_over_nan(policy):
+    """With ``use_vllm_logprobs`` the old policy is vLLM's, whose missing log-probabilities would be ratios to 1."""
+    packs = Packs()
+    batch = packs.batch
+    getattr(batch, policy)[0, 1] = 1.0
+    known = torch.ones_like(batch.mask)
+    known[0, 1] = False
+
+    def theirs(logp):
+        terms = clipped(logp, batch.old, batch.advantages, 0.2, 0.272)
+        return masked(known * terms + 0.1 * (logp - batch.ref), batch.mask).sum() / DENOMINATOR
+
+    fields = {"use_vllm_logprobs": True, "use_rho_correction": False}
+    with pytest.warns(UserWarning, match="nan_tokens"):
+        equal(lambda logp: of_open_instruct(packs, logp, **fields), theirs, batch.logp)
+
+
 @pytest.mark.parametrize(
     ("gate", "fields", "said"),
     [

@@ -508,7 +508,7 @@ def test_rlinf(mode, monkeypatch):
     }[mode]  # fmt: skip
 
     def ours(logp):
-        return of_rlinf(logp, batch.poisoned(batch.old), batch.advantages, mode=mode, loss_mask=batch.mask)
+        return of_rlinf(logp, batch.poisoned(batch.old), batch.advantages, mode=mode, loss_mask=batch.mask.long())
 
     def theirs(logp):
         return (shares * masked(clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5), batch.mask)).sum()
@@ -542,6 +542,26 @@ def test_rlinfs_chunks_of_actions(shape, episode, monkeypatch):
         return terms.sum() / mask.sum() if episode is None else (terms / (sums / episode)).mean()
 
     equal(lambda logp: of_rlinf(logp, old, advantages, **told), theirs, logp)
+
+
+def test_rlinfs_micro_batch_without_valid_tokens_adds_nothing(monkeypatch):
+    monkeypatch.setenv("HPO_GATE", "ppo_clip")
+    batch = Batch()
+    nothing = {"mode": "masked_mean", "loss_mask": torch.zeros_like(batch.mask)}
+    loss, grad = gradient(lambda logp: of_rlinf(logp, batch.old, batch.advantages, **nothing)[0], batch.logp)
+    assert loss == 0 and (grad == 0).all()
+    assert not any(of_rlinf(batch.logp, batch.old, batch.advantages, **nothing)[1].values())
+
+
+def test_rlinfs_episodes_without_a_mask_have_the_mean_over_tokens(monkeypatch):
+    monkeypatch.setenv("HPO_GATE", "ppo_clip")
+    batch = Batch(per_token=True)
+    told = {"loss_mask_sum": batch.mask.sum(1, keepdim=True), "max_episode_steps": 10}
+    equal(
+        lambda logp: of_rlinf(logp, batch.old, batch.advantages, **told)[0],
+        lambda logp: clipped(logp, batch.old, batch.advantages).mean(),
+        batch.logp,
+    )
 
 
 def test_rlinfs_critic_and_its_warm_up(monkeypatch):
@@ -672,6 +692,19 @@ def test_open_instructs_sequences_follow_from_positions(gate, monkeypatch):
         return (loss + 0.1 * masked(logp - batch.ref, batch.mask).sum()) / DENOMINATOR
 
     equal(lambda logp: of_open_instruct(packs, logp, use_rho_correction=False), expected, batch.logp)
+
+
+def test_open_instructs_pack_without_valid_tokens_adds_nothing():
+    packs = Packs()
+    packs.mask = torch.zeros_like(packs.mask)
+    loss, grad = gradient(lambda logp: of_open_instruct(packs, logp)[0], packs.batch.logp)
+    assert loss == 0 and (grad == 0).all()
+
+
+def test_open_instructs_sequence_parallelism_takes_gates_of_tokens():
+    packs = Packs()
+    logp = packs.batch.logp
+    assert of_open_instruct(packs, logp, sequence_parallel_size=2)[0] == of_open_instruct(packs, logp)[0]
 
 
 def test_open_instruct_warns_of_log_probabilities_that_vllm_lacks(monkeypatch):

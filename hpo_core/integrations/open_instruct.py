@@ -67,7 +67,7 @@ class PackedLoss:
         advantages: torch.Tensor,
         config: Any,
     ) -> Any:
-        self._old, self._sampler, self._mask = old_logprob, vllm_logprobs, response_mask != 0
+        self._old, self._sampler, self._mask = old_logprob, vllm_logprobs, response_mask
         return self._correct(old_logprob, vllm_logprobs, response_mask, advantages, config)
 
     def compute_grpo_loss(

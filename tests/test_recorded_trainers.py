@@ -573,6 +573,9 @@ def test_rlinfs_critic_and_its_warm_up(monkeypatch):
     loss, logged = of_rlinf(*arguments, **told)
     torch.testing.assert_close(loss, expected + 5)
     assert logged["critic/value_loss"] == 7 and logged["actor/policy_loss"] == expected
+    loss, logged = of_rlinf(*arguments, loss_mask=batch.mask)
+    loss /= 4
+    assert logged["actor/policy_loss"] == expected
     assert of_rlinf(*arguments, critic_warmup=True, **told)[0] == 5
 
 

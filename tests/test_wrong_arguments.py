@@ -256,7 +256,9 @@ ERRORS = [
     # What is wrong with a part of what is made, behind the arguments it was made of.
     (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),
     (lambda: gates.dro(beta=-1), r"dro\(beta=-1\): head_numbers, penalty_coefficient: expected numbers >= 0"),
-    (lambda: gates.icepop(5.0, 0.5), r"ratio_low: expected ratio_low <= ratio_high, got 5\.0 and 0\.5"),
+    (lambda: gates.icepop(5.0, 0.5), r"ratio_low, ratio_high: expected ratios around 1, .*, got 5\.0, 0\.5"),
+    (lambda: gates.icepop(0.2, 0.28), r"ratio_low, ratio_high: expected ratios around 1, .*, got 0\.2, 0\.28"),
+    (lambda: gates.icepop(1.05, 5.0), r"ratio_low, ratio_high: expected ratios around 1, .*, got 1\.05, 5\.0"),
     (lambda: gates.mis(ratio_low=-1.0), r"ratio_low: expected an absolute ratio >= 0, got -1\.0"),
     (lambda: gates.mis(ratio_veto=-1.0), r"ratio_veto: expected an absolute ratio >= 0, got -1\.0"),
     (lambda: _loss(process_group=1), "process_group: expected a torch.distributed.ProcessGroup"),

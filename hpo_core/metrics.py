@@ -190,7 +190,8 @@ def _refuse_positive(positive: dict[str, torch.Tensor], group: torch.distributed
     check(
         not found,
         "{}: expected log-probabilities, which are never above 0, got {} valid tokens above it; pass the negative of "
-        "cross-entropies, the .log() of probabilities, and of (logp, entropy) the first",
+        "cross-entropies, the .log() of probabilities, and of (logp, entropy) the first; with log-densities of "
+        "continuous actions, which may be above 0, call metrics.raise_for_flags() without HPO_CORE_DEBUG",
         ", ".join(found),
         ", ".join(map(str, found.values())),
     )

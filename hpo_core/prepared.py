@@ -209,14 +209,16 @@ def prepare(
     )
     if selection is not None and selection.kl_weight is not None:
         inputs = inputs._replace(kl_weight=token("kl_weight", selection.kl_weight))
+    rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
     positive: dict[str, torch.Tensor] | None = None
     if is_debugging():
         current = logp if _logp_known else None
-        positive = _positive(batch, gate, logp=current, old_logp=old_logp, ref_logp=ref_logp, rollout_logp=rollout_logp)
+        positive = _positive(
+            batch, gate, logp=current, old_logp=inputs.old_logp, ref_logp=inputs.ref_logp, rollout_logp=rollout
+        )
     if fast_path:
         return Prepared(inputs, spec, exchange, (), wants_tokens, wants_levels, positive)
     inputs = _with_rare_inputs(inputs, gate, target, penalty_mask, batch, advantage_level, target_per_token, token)
-    rollout = None if rollout_logp is None else token("rollout_logp", rollout_logp)
     inputs, spec, seen = corrected(
         inputs, spec, gate, batch, rollout, process_group, wants_corrections, _logp_known, backend
     )

@@ -351,6 +351,7 @@ def test_a_star_has_its_value_from_the_rollouts_of_the_reference(backend):
     out = A.a_star(rewards, t(0, 0, 0, 0, 0, 1), beta=1.0, **masks, **b)
     close(out, [0, 0, 0.379885, -0.620115, 2.379885, 0])  # V is log((e + 1) / 2); no rollout of the reference: 0
     close(A.a_star(rewards, None, beta=1e-3, **b), [x - 2.998208 for x in (1.0, 0, 1, 0, 3, 0.5)])
+    close(A.a_star(rewards, None, beta=1e18, **b), [x - 5.5 / 6 for x in (1.0, 0, 1, 0, 3, 0.5)])
 
 
 def test_asymre_shifts_what_is_compared(backend):

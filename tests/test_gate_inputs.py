@@ -48,7 +48,7 @@ _cov = functools.partial(gates.clip_cov_mask, TOKENS, TOKENS, ONE, FIVE, seed=0)
         (lambda: gates.dcpo_bounds(TOKENS, eps_high=-1), "eps_high: expected an epsilon >= 0, got -1"),
         (lambda: gates.dcpo_bounds(TOKENS, eps_low=math.inf), r"eps_low: expected an epsilon in \[0, 1\], got inf"),
         (lambda: gates.aspo(ratio_dual=math.inf), "ratio_dual: expected a finite factor, got inf"),
-        (lambda: gates.mis(ratio_veto=math.inf), "ratio_veto: expected a finite ratio, got inf"),
+        (lambda: gates.mis(ratio_veto=1.5), "ratio_veto: expected a ratio <= 1, .*, got 1.5"),
         (lambda: gates.hapo_bounds(TOKENS, FIVE, eps_low=-1), r"eps_low: expected an epsilon in \[0, 1\], got -1"),
         (
             lambda: gates.hapo_bounds(TOKENS.bfloat16(), FIVE),
@@ -129,6 +129,12 @@ def test_every_constructor_is_tested_and_needs_no_argument():
 def test_what_has_no_meaning_is_refused(make, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+def test_bounds_of_a_divergence_may_look_like_ratios():
+    """What lies below them stays out, as a statistic that is 0 where policies agree can be asked to."""
+    correction = gates.Correction(gates.Action.MASK, (0.1, 0.1), (2.0, 2.0), statistic=gates.Statistic.K2)
+    assert correction.low == (0.1, 0.1)
 
 
 @pytest.mark.parametrize(

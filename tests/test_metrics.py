@@ -244,6 +244,15 @@ def test_debug_mode_asks_no_token_that_does_not_count(monkeypatch):
         hpo.policy_loss(logp, logp, torch.tensor([1.0, -1.0]), batch)
 
 
+def test_debug_mode_leaves_errors_their_names(monkeypatch):
+    monkeypatch.setattr(hpo.metrics, "_DEBUG", True)
+    given = (LOG_PROBABILITIES, LOG_PROBABILITIES, torch.ones(1), hpo.PackedBatch.from_lengths([4]), hpo.gates.tis())
+    with pytest.raises(ValueError, match=r"^rollout_logp: expected shape \[T\]"):
+        hpo.policy_loss(*given, rollout_logp=LOG_PROBABILITIES[:3])
+    with pytest.raises(TypeError, match=r"^rollout_logp: expected a tensor"):
+        hpo.policy_loss(*given, rollout_logp=LOG_PROBABILITIES.tolist())
+
+
 def test_debug_mode_reads_the_policies_beside_logits(monkeypatch):
     monkeypatch.setattr(hpo.metrics, "_DEBUG", True)
     logits, targets = torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])

@@ -207,6 +207,11 @@ def test_each_token_has_the_budget_that_its_gate_knows():
     assert lines_of(drawn.axes[1]) == [
         ([1.5, 2.5], pytest.approx(lower)), ([-0.5, 1.5], pytest.approx(upper)), ([2.5, 3.5], pytest.approx(upper)),
     ]  # fmt: skip
+    masked = hpo.PackedBatch.from_lengths([4], mask=torch.tensor([True, False, True, True]))
+    drawn = plot.trajectory(OLD[:4] + X[:4], OLD[:4], A[:1], masked, gates.ppo_clip(0.2, 0.3))
+    assert lines_of(drawn.axes[1]) == [
+        ([-0.5, 0.5], pytest.approx(upper)), ([1.5, 3.5], pytest.approx(upper)),
+    ]  # fmt: skip
 
 
 def test_a_padded_batch_with_labels_and_a_graph():

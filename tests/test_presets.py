@@ -202,8 +202,8 @@ WORKED = {  # (gate, weights, loss, gradient), advantages 1 and -.5
         gates.dppo_tv(0.1, 0.1), MEAN, -0.068639, (0, -0.129262, -0.150182, 0.047880, 0.091716, 0.072872, 0.067945)
     ),
     "dppo_tv, symmetric": (
-        gates.dppo_tv(0.1, 0.1, symmetric=True), MEAN, -0.027367,
-        (0, -0.129262, -0.150182, 0.047880, 0, 0.072872, 0.067945),
+        gates.dppo_tv(0.02, 0.1415, symmetric=True), MEAN, -0.111577,
+        (0, 0, -0.150182, 0, 0.091716, 0.072872, 0),
     ),
     "aspo": (gates.aspo(), MEAN, -0.123144, (0, -0.157882, -0.135890, 0, 0.091716, 0.072872, 0.067945)),
     "vespo": (

@@ -526,7 +526,7 @@ def test_rlinf(mode, monkeypatch):
     }[mode]  # fmt: skip
 
     def ours(logp):
-        return of_rlinf(logp, batch.poisoned(batch.old), batch.advantages, mode=mode, loss_mask=batch.mask)
+        return of_rlinf(logp, batch.poisoned(batch.old), batch.advantages, mode=mode, loss_mask=batch.mask.long())
 
     def theirs(logp):
         return (shares * masked(clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5), batch.mask)).sum()
@@ -562,6 +562,26 @@ def test_rlinfs_chunks_of_actions(shape, episode, monkeypatch):
     equal(lambda logp: of_rlinf(logp, old, advantages, **told), theirs, logp)
 
 
+def test_rlinfs_micro_batch_without_valid_tokens_adds_nothing(monkeypatch):
+    monkeypatch.setenv("HPO_GATE", "ppo_clip")
+    batch = Batch()
+    nothing = {"mode": "masked_mean", "loss_mask": torch.zeros_like(batch.mask)}
+    loss, grad = gradient(lambda logp: of_rlinf(logp, batch.old, batch.advantages, **nothing)[0], batch.logp)
+    assert loss == 0 and (grad == 0).all()
+    assert not any(of_rlinf(batch.logp, batch.old, batch.advantages, **nothing)[1].values())
+
+
+def test_rlinfs_episodes_without_a_mask_have_the_mean_over_tokens(monkeypatch):
+    monkeypatch.setenv("HPO_GATE", "ppo_clip")
+    batch = Batch(per_token=True)
+    told = {"loss_mask_sum": batch.mask.sum(1, keepdim=True), "max_episode_steps": 10}
+    equal(
+        lambda logp: of_rlinf(logp, batch.old, batch.advantages, **told)[0],
+        lambda logp: clipped(logp, batch.old, batch.advantages).mean(),
+        batch.logp,
+    )
+
+
 def test_rlinfs_critic_and_its_warm_up(monkeypatch):
     monkeypatch.setenv("HPO_GATE", "gspo(0.05, 0.06)")
     batch, values = Batch(), torch.tensor([2.0, 3.0])
@@ -571,6 +591,9 @@ def test_rlinfs_critic_and_its_warm_up(monkeypatch):
     loss, logged = of_rlinf(*arguments, **told)
     torch.testing.assert_close(loss, expected + 5)
     assert logged["critic/value_loss"] == 7 and logged["actor/policy_loss"] == expected
+    loss, logged = of_rlinf(*arguments, loss_mask=batch.mask)
+    loss /= 4
+    assert logged["actor/policy_loss"] == expected
     assert of_rlinf(*arguments, critic_warmup=True, **told)[0] == 5
 
 
@@ -692,12 +715,43 @@ def test_open_instructs_sequences_follow_from_positions(gate, monkeypatch):
     equal(lambda logp: of_open_instruct(packs, logp, use_rho_correction=False), expected, batch.logp)
 
 
+def test_open_instructs_pack_without_valid_tokens_adds_nothing():
+    packs = Packs()
+    packs.mask = torch.zeros_like(packs.mask)
+    loss, grad = gradient(lambda logp: of_open_instruct(packs, logp)[0], packs.batch.logp)
+    assert loss == 0 and (grad == 0).all()
+
+
+def test_open_instructs_sequence_parallelism_takes_gates_of_tokens():
+    packs = Packs()
+    logp = packs.batch.logp
+    assert of_open_instruct(packs, logp, sequence_parallel_size=2)[0] == of_open_instruct(packs, logp)[0]
+
+
 def test_open_instruct_warns_of_log_probabilities_that_vllm_lacks(monkeypatch):
     monkeypatch.setenv("HPO_GATE", "icepop")
     packs = Packs()
     packs.batch.rollout[0, 1] = 1.0
     with pytest.warns(UserWarning, match="by rollout_logp"):
         of_open_instruct(packs, packs.batch.logp, use_rho_correction=False)
+
+
+@pytest.mark.parametrize("policy", ["logp", "old"])
+def test_open_instruct_leaves_out_what_it_writes_over_nan(policy):
+    """With ``use_vllm_logprobs`` the old policy is vLLM's, whose missing log-probabilities would be ratios to 1."""
+    packs = Packs()
+    batch = packs.batch
+    getattr(batch, policy)[0, 1] = 1.0
+    known = torch.ones_like(batch.mask)
+    known[0, 1] = False
+
+    def theirs(logp):
+        terms = clipped(logp, batch.old, batch.advantages, 0.2, 0.272)
+        return masked(known * terms + 0.1 * (logp - batch.ref), batch.mask).sum() / DENOMINATOR
+
+    fields = {"use_vllm_logprobs": True, "use_rho_correction": False}
+    with pytest.warns(UserWarning, match="nan_tokens"):
+        equal(lambda logp: of_open_instruct(packs, logp, **fields), theirs, batch.logp)
 
 
 @pytest.mark.parametrize(

@@ -255,9 +255,10 @@ def test_openrlhf_is_replaced_where_its_actor_looks_the_name_up(monkeypatch):
         ("open_instruct", "open_instruct.grpo", ["grpo", "--x"]),
     ],
 )
-def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(name, main, arguments, monkeypatch):
+@pytest.mark.parametrize("gate", ["gspo", ""])
+def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(gate, name, main, arguments, monkeypatch):
     """Beside what the trainer itself asks of Ray."""
-    monkeypatch.setenv("HPO_GATE", "gspo")
+    monkeypatch.setenv("HPO_GATE", gate)
     monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
     asked = {}
 
@@ -273,11 +274,19 @@ def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(name, main, argume
         integration(name).launch()
         assert stubs["ray"].init is start
     hook = f"hpo_core.integrations.{name}.install"
-    environment = {"env_vars": {"OWN": "1", "HPO_GATE": "gspo"}, "excludes": [".git/"]}
+    environment = {"env_vars": {"OWN": "1", **({"HPO_GATE": gate} if gate else {})}, "excludes": [".git/"]}
     assert asked == {
         "ran": main, "arguments": ["--x"], "num_cpus": 2,
         "runtime_env": {**environment, "worker_process_setup_hook": hook},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["openrlhf", "easyr1", "open_instruct"])
+def test_a_gate_that_workers_would_refuse_starts_no_ray(name, monkeypatch):
+    monkeypatch.setenv("HPO_GATE", "kl_cov")
+    monkeypatch.setattr(sys, "argv", ["launcher", "grpo"])
+    with modules(ray={}), pytest.raises(ValueError, match="gate: 'kl_cov' needs"):
+        integration(name).launch()
 
 
 def test_open_instruct_has_two_programs(monkeypatch):

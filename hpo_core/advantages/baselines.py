@@ -157,9 +157,10 @@ def a_star(
     check(0 < beta < math.inf, "beta: expected a finite number above 0, got {}", beta)
     group = statistics(rewards, group_ids, mask=mask, backend=backend)
     lead = rewards.double() - group.greatest  # at most 0 for members, so no exponential of theirs overflows
-    mean = statistics((lead / beta).exp(), group_ids, mask=mask, backend=backend).mean
+    # exp less 1 and its inverse: with a large beta the mean of the exponentials rounds to 1
+    mean = statistics((lead / beta).expm1(), group_ids, mask=mask, backend=backend).mean
     receives = members_of(rewards, group, mask if apply_mask is None else apply_mask)
-    exact = lead - beta * torch.where(receives, mean, 1.0).log()
+    exact = lead - beta * torch.where(receives, mean, 0.0).log1p()
     return as_advantages(torch.where(receives, exact, 0.0), rewards, backend)
 
 

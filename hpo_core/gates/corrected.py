@@ -94,7 +94,7 @@ def mis(
     """
     corrections = [_band(ratio_low, ratio_high, unit, reduction)]
     if ratio_veto is not None:
-        check(ratio_veto < math.inf, "ratio_veto: expected a finite ratio, got {}, which takes all out", ratio_veto)
+        check(ratio_veto <= 1, "ratio_veto: expected a ratio <= 1, which equal policies have, got {}", ratio_veto)
         veto = _log_pair("ratio_veto", ratio_veto)
         corrections.append(Correction(Action.MASK, veto, unit=Unit.TRAJECTORY, reduction=Reduction.MIN))
     return _around(gate, "mis", "TRL, slime", *corrections)
@@ -252,7 +252,7 @@ def _truncated(cap: float | None, unit: Unit | None = None, reduction: Reduction
 
 def _band(low: float, high: float, unit: Unit | None = None, reduction: Reduction = Reduction.MEAN) -> Correction:
     bounds = _log_pair("ratio_low", low), _log_pair("ratio_high", high)
-    check(low <= high, "ratio_low: expected ratio_low <= ratio_high, got {} and {}", low, high)
+    check(low <= 1 <= high, "ratio_low, ratio_high: expected ratios around 1, of equal policies, got {}, {}", low, high)
     return Correction(Action.BAND, *bounds, unit, reduction)
 
 

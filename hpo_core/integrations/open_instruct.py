@@ -29,6 +29,8 @@ __all__ = ["PackedLoss", "install", "launch"]
 # open-instruct's own values; a field that holds them counts as not set.
 _UNSET = {"clip_lower": 0.2, "clip_higher": 0.272, "loss_fn": "dapo"}
 
+_NAN = 1.0  # what open-instruct writes over a log-probability that is NaN, as vLLM's missing ones are
+
 _HOOK = "hpo_core.integrations.open_instruct.install"
 _MAINS = ("grpo_fast", "grpo")
 
@@ -65,7 +67,7 @@ class PackedLoss:
         advantages: torch.Tensor,
         config: Any,
     ) -> Any:
-        self._old, self._sampler, self._mask = old_logprob, vllm_logprobs, response_mask != 0
+        self._old, self._sampler, self._mask = old_logprob, vllm_logprobs, response_mask
         return self._correct(old_logprob, vllm_logprobs, response_mask, advantages, config)
 
     def compute_grpo_loss(
@@ -91,20 +93,18 @@ class PackedLoss:
             gate.name,
             config.sequence_parallel_size,
         )
-        mask, old, sampler = self._mask, self._old, self._sampler
+        mask = self._mask
         begins = self._positions == 0  # also of padding, each token of which is a row without valid tokens
         begins[:, 0] = True
         starts = torch.nn.functional.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=mask.numel())
         batch = packed_rows(starts, mask.flatten(), gate)
-        # vLLM's missing log-probabilities come as 1, which is no log-probability
-        sampler = torch.where(sampler > 0, torch.nan, sampler)
         _, _, kl = self._loss(new_logprobs, ratio, advantages, ref_logprobs, config, rho_weights)
-        logp, old, advantages, sampler, rho = (
-            each.flatten() for each in (new_logprobs, old, advantages, sampler, rho_weights)
+        logp, old, sampler = (
+            torch.where(each == _NAN, torch.nan, each).flatten() for each in (new_logprobs, self._old, self._sampler)
         )
         out = token_loss(
-            logp, old, advantages, batch, gate, logp.new_ones(batch.rows, dtype=torch.float32), rollout_logp=sampler,
-            token_mask=rho != 0, token_weight=rho.float(),
+            logp, old, advantages.flatten(), batch, gate, logp.new_ones(batch.rows, dtype=torch.float32),
+            rollout_logp=sampler, token_mask=rho_weights.flatten() != 0, token_weight=rho_weights.flatten().float(),
         )  # fmt: skip
         seen = fractions(out.metrics, gate)
         warn_of_flags(seen)

@@ -85,7 +85,7 @@ def actor(
     tokens = out.metrics["tokens"].clamp(min=1)
     ratio = torch.where(valid, (logp.detach() - old).float().exp(), 0.0)
     return loss, {
-        "actor/policy_loss": loss.detach(),
+        "actor/policy_loss": loss.detach().clone(),  # RLinf scales the loss in place
         "actor/ratio": ratio.sum() / tokens.float(),
         "actor/approx_kl": (-out.metrics["log_ratio_sum"] / tokens).float(),
         "actor/clip_fraction": (clipped_tokens(out.metrics, gate) / tokens).float(),

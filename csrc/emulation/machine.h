@@ -42,10 +42,11 @@ class Machine {
     together_ = together;
     const size_t blocks = size_t(grid.x) * grid.y * grid.z;
     memory_.begin_launch(blocks, size_t(block.x) * block.y * block.z);
-    make_blocks(together ? blocks : std::min(blocks, size_t(order_.is_random ? 3 : 1)));
+    const size_t places = together ? blocks : std::min(blocks, size_t(order_.is_random ? 3 : 1));
+    make_blocks(places);
     try {
       is_running_ = true;
-      run_blocks(blocks);
+      run_blocks(blocks, places);
       is_running_ = false;
     } catch (...) {
       is_running_ = false;
@@ -185,8 +186,7 @@ class Machine {
   }
 
   // Runs all blocks of the grid. As many as a launch has places exist at once, and wait for each other at grid barriers.
-  void run_blocks(size_t blocks) {
-    const size_t places = together_ ? blocks : std::min(blocks, size_t(order_.is_random ? 3 : 1));
+  void run_blocks(size_t blocks, size_t places) {
     const std::vector<size_t> numbers = together_ ? Order::ascending(blocks) : order_.permutation(blocks);
     size_t begun = 0;
     while (begun < places) begin(*blocks_[begun], numbers[begun]), ++begun;

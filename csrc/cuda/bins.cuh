@@ -47,6 +47,11 @@ __device__ __forceinline__ Bin find_bin(int64_t index, CountOf count_of) {
   return bin;
 }
 
+__device__ __forceinline__ void clear_histogram(HPO_SHARED_POINTER(unsigned) histogram, int bins) {
+  for (int i = int(threadIdx.x); i < bins; i += kBinThreads) histogram[i] = 0;
+  __syncthreads();
+}
+
 // Adds one to the bin of every lane with `counts`. One atomic adds equal scores, which are frequent with ties.
 __device__ __forceinline__ void count_bin(HPO_SHARED_POINTER(unsigned) histogram, bool counts, unsigned bin) {
   const unsigned counting = __ballot_sync(kFullWarp, counts);

@@ -55,11 +55,6 @@ __device__ __forceinline__ void for_each_score(const OrderStatisticArgs& args, V
   }
 }
 
-__device__ __forceinline__ void clear_histogram(HPO_SHARED_POINTER(unsigned) histogram, int bins) {
-  for (int i = int(threadIdx.x); i < bins; i += kBinThreads) histogram[i] = 0;
-  __syncthreads();
-}
-
 // Adds a block's histogram to that of all blocks, and waits for theirs.
 __device__ __forceinline__ void add_to_all(HPO_SHARED_POINTER(unsigned) histogram, int bins, unsigned long long* all) {
   __syncthreads();

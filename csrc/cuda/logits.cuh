@@ -68,6 +68,16 @@ struct Float16 : Pairs<__half2> {
   }
 };
 
+// Calls use(type) with the type of logits of a call.
+template <class Use>
+void with_type(LogitType type, const Use& use) {
+  switch (type) {
+    case LogitType::float32: return use(Float32());
+    case LogitType::bfloat16: return use(Bfloat16());
+    case LogitType::float16: return use(Float16());
+  }
+}
+
 // ------------------------------------------------------------------------------------------------------------ rows in steps
 
 constexpr int kVectors = 4, kWords = 4 * kVectors;  // per thread and step of its block

@@ -52,21 +52,13 @@ void forward(const LogprobsArgs& args, cudaStream_t stream) {
   else forward<Type, 4>(args, stream);
 }
 
-template <class Type>
-void backward(const LogprobsBackwardArgs& args, cudaStream_t stream) {
-  HPO_LAUNCH((differentiate_rows<Type>), blocks_of(args.given.rows), dim3(kThreads), 0, stream, args);
-}
-
 }  // namespace
 }  // namespace hpo
 
 extern "C" int hpo_token_logprobs(const hpo::LogprobsArgs* args, int64_t context) {
   using namespace hpo;
-  const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   if (args->rows == 0) return 0;
-  if (args->type == LogitType::float32) forward<Float32>(*args, stream);
-  else if (args->type == LogitType::bfloat16) forward<Bfloat16>(*args, stream);
-  else forward<Float16>(*args, stream);
+  with_type(args->type, [&](auto type) { forward<decltype(type)>(*args, reinterpret_cast<cudaStream_t>(context)); });
   return int(cudaGetLastError());
 }
 
@@ -74,8 +66,8 @@ extern "C" int hpo_token_logprobs_backward(const hpo::LogprobsBackwardArgs* args
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   if (args->given.rows == 0) return 0;
-  if (args->given.type == LogitType::float32) backward<Float32>(*args, stream);
-  else if (args->given.type == LogitType::bfloat16) backward<Bfloat16>(*args, stream);
-  else backward<Float16>(*args, stream);
+  const dim3 blocks = blocks_of(args->given.rows);
+  with_type(args->given.type,
+            [&](auto type) { HPO_LAUNCH((differentiate_rows<decltype(type)>), blocks, dim3(kThreads), 0, stream, *args); });
   return int(cudaGetLastError());
 }

@@ -150,8 +150,6 @@ extern "C" int hpo_loss_from_logits(const hpo::LogprobsBackwardArgs* logits, con
   read.grad = read.token_loss = nullptr;
   const Call call = {*logits, TokenCall(read, *structure, *numbers, hierarchy ? *hierarchy : Hierarchy{})};
   if (blocks == 0) return 0;
-  if (logits->given.type == LogitType::float32) launch<Float32>(call, blocks, stream);
-  else if (logits->given.type == LogitType::bfloat16) launch<Bfloat16>(call, blocks, stream);
-  else launch<Float16>(call, blocks, stream);
+  with_type(logits->given.type, [&](auto type) { launch<decltype(type)>(call, blocks, stream); });
   return int(cudaGetLastError());
 }

@@ -41,10 +41,7 @@ extern "C" int hpo_scale(void* values, int64_t count, hpo::LogitType type, const
   const dim3 blocks(unsigned(blocks_for(count / 4))), threads(kThreads);
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   const bool aligned = reinterpret_cast<uintptr_t>(values) % 16 == 0;
-  switch (type) {
-    case LogitType::float32: HPO_LAUNCH(scale<Float32>, blocks, threads, 0, stream, values, count, aligned, factor); break;
-    case LogitType::bfloat16: HPO_LAUNCH(scale<Bfloat16>, blocks, threads, 0, stream, values, count, aligned, factor); break;
-    case LogitType::float16: HPO_LAUNCH(scale<Float16>, blocks, threads, 0, stream, values, count, aligned, factor); break;
-  }
+  with_type(type,
+            [&](auto of) { HPO_LAUNCH(scale<decltype(of)>, blocks, threads, 0, stream, values, count, aligned, factor); });
   return int(cudaGetLastError());
 }

@@ -81,8 +81,7 @@ __device__ __forceinline__ void visit_segment(const OrderStatisticsArgs& args, i
 template <int BITS, bool TOGETHER>
 __device__ __forceinline__ int64_t count_digit(const OrderStatisticsArgs& args, const Team& team, const Places& places,
                                                unsigned prefix, int shift, HPO_SHARED_POINTER(unsigned) histogram) {
-  for (int i = int(threadIdx.x); i < kBins; i += kBinThreads) histogram[i] = 0;
-  __syncthreads();
+  clear_histogram(histogram, kBins);
   int64_t errors = 0;
 #pragma unroll 1
   for (int64_t place = places.first + team.member; place < places.end; place += team.size) {

@@ -43,7 +43,7 @@ struct Block {
   std::vector<size_t> turns;  // the order of the threads
   size_t turn = 0;
   size_t waiting = 0, returned = 0;
-  unsigned votes = 0;
+  bool vote = false;  // whether a predicate at the barrier is true
   Site barrier_site;
   bool at_grid_barrier = false;  // every thread waits there
 

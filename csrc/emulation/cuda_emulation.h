@@ -63,7 +63,7 @@ template <class T>
 decltype(auto) shared_array(SharedSlot& slot, const char* name, Site site) {
   static_assert(std::is_trivially_default_constructible_v<T>, "CUDA runs no constructors in shared memory");
   T* address = reinterpret_cast<T*>(find_shared(slot, name, sizeof(T), site));
-  if (!address) fail(std::string("no room for shared ") + name + ": 48 KiB static, 99 KiB with the dynamic", site);
+  if (!address) fail(std::string("no room for shared ") + name + ": 48 KiB with the dynamic", site);
   if constexpr (std::is_array_v<T>) {
     return SharedPointer<std::remove_extent_t<T>>(*address, std::extent_v<T>, name);
   } else {
@@ -91,8 +91,7 @@ void launch(const char* name, bool together, void (*kernel)(Parameters...), dim3
   std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
   auto call = [&] { std::apply(kernel, values); };
   run_kernel(
-      name, reinterpret_cast<const void*>(kernel), grid, block, dynamic_bytes, together,
-      [](void* closure) { (*static_cast<decltype(call)*>(closure))(); }, &call);
+      name, grid, block, dynamic_bytes, together, [](void* closure) { (*static_cast<decltype(call)*>(closure))(); }, &call);
 }
 
 template <class T>
@@ -140,9 +139,7 @@ inline unsigned ballot(unsigned mask, bool predicate, Site site) {
 #define HPO_SITE ::hpo::emulation::Site site = ::hpo::emulation::Site()
 
 inline void __syncthreads(HPO_SITE) { hpo::emulation::barrier(false, site); }
-inline int __syncthreads_count(int predicate, HPO_SITE) { return int(hpo::emulation::barrier(predicate != 0, site)); }
-inline int __syncthreads_or(int predicate, HPO_SITE) { return __syncthreads_count(predicate, site) != 0; }
-inline int __syncthreads_and(int predicate, HPO_SITE) { return __syncthreads_count(predicate == 0, site) == 0; }
+inline int __syncthreads_or(int predicate, HPO_SITE) { return hpo::emulation::barrier(predicate != 0, site); }
 inline void __syncwarp(unsigned mask = ~0u, HPO_SITE) {
   hpo::emulation::meet(hpo::emulation::WarpOperation::kSync, mask, 0, 0, site);
 }
@@ -203,7 +200,6 @@ HPO_ATOMIC(atomicAdd, std::make_unsigned_t<T>(old) + std::make_unsigned_t<T>(val
 HPO_ATOMIC(atomicInc, T(old) >= T(value) ? T(0) : old + 1)
 HPO_ATOMIC(atomicMin, value < old ? value : old)
 HPO_ATOMIC(atomicMax, old < value ? value : old)
-HPO_ATOMIC(atomicOr, old | value)
 HPO_ATOMIC(atomicExch, value)
 #undef HPO_ATOMIC
 template <class T, class = std::enable_if_t<std::is_integral_v<T> && (sizeof(T) >= 4)>>
@@ -241,10 +237,4 @@ template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, size_t) {
   *blocks = 1;
   return cudaSuccess;
-}
-
-template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
-  const bool set = hpo::emulation::set_dynamic_shared_limit(reinterpret_cast<const void*>(kernel), bytes);
-  return set ? cudaSuccess : cudaErrorInvalidValue;
 }

@@ -44,9 +44,9 @@ enum class WarpOperation { kSync, kShuffle, kBallot };
 
 // Runs `call(closure)` as every thread of the grid, all blocks `together` or one by one. Throws if the kernel does something
 // wrong; the next launch starts afresh.
-void run_kernel(const char* name, const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes, bool together,
-                void (*call)(void*), void* closure);
-bool set_dynamic_shared_limit(const void* kernel, int bytes);  // false: too many bytes
+void run_kernel(const char* name, dim3 grid, dim3 block, size_t dynamic_bytes, bool together, void (*call)(void*),
+                void* closure);
+// Multiprocessors of the device. Each holds one block of a cooperative launch, but a quarter are taken by other kernels.
 int processors();
 
 // Throws an exception that names the kernel, block, thread and line.
@@ -54,8 +54,8 @@ int processors();
 // The same where the line is unknown: the text names the last barrier or warp operation before it.
 [[noreturn, gnu::cold]] void fail(const std::string& what);
 
-// __syncthreads: waits for every thread of the block; returns the number of true predicates.
-unsigned barrier(bool predicate, Site site);
+// __syncthreads: waits for every thread of the block; returns whether any predicate is true.
+bool barrier(bool predicate, Site site);
 // Waits for every thread of every block.
 void grid_barrier(Site site);
 // Waits for the lanes of `mask`. A shuffle returns the value of lane `source`, a ballot the lanes with a value.

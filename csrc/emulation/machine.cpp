@@ -1,4 +1,6 @@
 // The one device of an emulated extension, and the hooks that -fsanitize=thread puts before every access to memory of a kernel.
+#include <cstdlib>
+
 #include "machine.h"
 
 namespace hpo::emulation {
@@ -20,17 +22,19 @@ void Machine::run_threads() {
   }
 }
 
-void run_kernel(const char* name, const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes, bool together,
-                void (*call)(void*), void* closure) {
-  machine.launch(name, kernel, grid, block, dynamic_bytes, together, call, closure);
+void run_kernel(const char* name, dim3 grid, dim3 block, size_t dynamic_bytes, bool together, void (*call)(void*),
+                void* closure) {
+  machine.launch(name, grid, block, dynamic_bytes, together, call, closure);
 }
-bool set_dynamic_shared_limit(const void* kernel, int bytes) { return machine.set_dynamic_shared_limit(kernel, bytes); }
-int processors() { return Limits::processors(); }
+int processors() {
+  const char* variable = std::getenv("HPO_EMULATION_PROCESSORS");
+  return variable ? std::atoi(variable) : 4;
+}
 
 void fail(const std::string& what, Site site) { machine.fail(what, site); }
 void fail(const std::string& what) { machine.fail(what); }
 
-unsigned barrier(bool predicate, Site site) { return machine.barrier(predicate, site); }
+bool barrier(bool predicate, Site site) { return machine.barrier(predicate, site); }
 void grid_barrier(Site site) { machine.grid_barrier(site); }
 uint64_t meet(WarpOperation operation, unsigned mask, uint64_t value, unsigned source, Site site) {
   return machine.meet(operation, mask, value, source, site);

@@ -25,18 +25,13 @@ class Machine {
  public:
   SharedMemory& shared() { return block_->shared; }
 
-  bool set_dynamic_shared_limit(const void* kernel, int bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return limits_.set_dynamic_shared(kernel, bytes);
-  }
-
   // Runs `call(closure)` as every thread of the grid, all blocks `together` or one by one. Throws if the kernel does something
   // wrong; the next launch starts afresh.
-  void launch(const char* name, const void* kernel, dim3 grid, dim3 block, size_t dynamic_bytes, bool together,
-              void (*call)(void*), void* closure) {
+  void launch(const char* name, dim3 grid, dim3 block, size_t dynamic_bytes, bool together, void (*call)(void*),
+              void* closure) {
     std::lock_guard<std::mutex> lock(mutex_);
     name_ = name;
-    const std::string beyond = limits_.broken_by(kernel, grid, block, dynamic_bytes, together);
+    const std::string beyond = limit_broken_by(grid, block, dynamic_bytes, together);
     if (!beyond.empty()) throw std::runtime_error("emulated kernel " + name_ + ": invalid launch with " + beyond);
     order_.read();
     call_ = call;
@@ -47,10 +42,11 @@ class Machine {
     together_ = together;
     const size_t blocks = size_t(grid.x) * grid.y * grid.z;
     memory_.begin_launch(blocks, size_t(block.x) * block.y * block.z);
-    make_blocks(together ? blocks : std::min(blocks, size_t(order_.is_random ? 3 : 1)));
+    const size_t places = together ? blocks : std::min(blocks, size_t(order_.is_random ? 3 : 1));
+    make_blocks(places);
     try {
       is_running_ = true;
-      run_blocks(blocks);
+      run_blocks(blocks, places);
       is_running_ = false;
     } catch (...) {
       is_running_ = false;
@@ -59,11 +55,11 @@ class Machine {
     }
   }
 
-  // __syncthreads: waits for every thread of the block; returns the number of true predicates.
-  unsigned barrier(bool predicate, Site site) {
+  // __syncthreads: waits for every thread of the block; returns whether any predicate is true.
+  bool barrier(bool predicate, Site site) {
     if (arrive(predicate, site)) release(*block_);
     yield();
-    return unsigned(current_->result);
+    return current_->result != 0;
   }
 
   // Waits for every thread of every block.
@@ -190,8 +186,7 @@ class Machine {
   }
 
   // Runs all blocks of the grid. As many as a launch has places exist at once, and wait for each other at grid barriers.
-  void run_blocks(size_t blocks) {
-    const size_t places = together_ ? blocks : std::min(blocks, size_t(order_.is_random ? 3 : 1));
+  void run_blocks(size_t blocks, size_t places) {
     const std::vector<size_t> numbers = together_ ? Order::ascending(blocks) : order_.permutation(blocks);
     size_t begun = 0;
     while (begun < places) begin(*blocks_[begun], numbers[begun]), ++begun;
@@ -255,13 +250,13 @@ class Machine {
     if (block.returned) fail("a barrier that not every thread will reach, since some have returned", site);
     if (block.waiting == 0) {
       block.barrier_site = site;
-      block.votes = 0;
+      block.vote = false;
     } else if (block.barrier_site != site) {
       fail("a barrier, while other threads of the block wait at the one of " + block.barrier_site.text(), site);
     }
     current_->site = site;
     current_->state = Thread::kWaiting;
-    block.votes += predicate;
+    block.vote |= predicate;
     return ++block.waiting == block.threads.size();
   }
 
@@ -271,7 +266,7 @@ class Machine {
     memory_.barrier(block.number);
     for (Thread& thread : block.threads) {
       thread.state = Thread::kReady;
-      thread.result = block.votes;
+      thread.result = block.vote;
     }
     restart_turns(block);
   }
@@ -401,10 +396,7 @@ class Machine {
   std::string name_;
   void (*call_)(void*) = nullptr;
   void* closure_ = nullptr;
-  Limits limits_;
-
   Order order_;
-
   size_t dynamic_bytes_ = 0;
   bool together_ = false;
   inline static thread_local bool is_running_ = false;  // not the host code of another thread

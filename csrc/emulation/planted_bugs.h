@@ -180,6 +180,12 @@ __global__ void uninitialised_shared(float* out) {
   out[threadIdx.x] = values[threadIdx.x];
 }
 
+__global__ void too_much_with_static(float* out) {
+  HPO_DYN_SHARED(float, rest);
+  HPO_SHARED(float, values, [1]);
+  out[threadIdx.x] = values[0] + rest[0];
+}
+
 __global__ void nothing(float* out) { out[threadIdx.x] = 1.0f; }
 
 }  // namespace

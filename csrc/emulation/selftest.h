@@ -13,7 +13,7 @@ void logsumexp_bf16(const uint16_t* values, float* out, int rows, int columns);
 // Counts of values in [0, bins) and the number of values below each bin. `finished` is 0, and 0 again afterwards.
 void histogram(const int* values, int count, unsigned* counts, unsigned* below, unsigned* finished, int bins, int blocks);
 void sliding_mean(const float* values, float* means, int count, int radius);
-// 16 numbers per thread of one block, and 8 results of atomics: see selftest.cu.
+// 17 numbers per thread of one block, and 7 results of atomics: see selftest.cu.
 void primitives(double* out, int64_t* atomics, int threads);
 // The value of each thread of a cooperative launch after `rounds`: see selftest.cu. `sums` has a number per block.
 void rounds(int* sums, int* out, int rounds, int blocks, int threads);

@@ -17,10 +17,8 @@ namespace hpo::emulation {
 
 class SharedMemory {
  public:
-  // The smallest limit of all target architectures.
-  static constexpr size_t kLimit = 99 << 10;
-  // The limit of all static arrays together, and of dynamic memory unless cudaFuncSetAttribute raises it.
-  static constexpr size_t kDefaultLimit = 48 << 10;
+  // The limit of static arrays and dynamic memory together, for a kernel that asks for no more.
+  static constexpr size_t kLimit = 48 << 10;
 
   void begin_block(size_t dynamic_bytes) {
     block_ = ++begun_;
@@ -44,7 +42,7 @@ class SharedMemory {
       return slot.address;
     }
     static_bytes_ += bytes;
-    if (static_bytes_ > kDefaultLimit || static_bytes_ + dynamic_bytes_ > kLimit) return nullptr;
+    if (static_bytes_ + dynamic_bytes_ > kLimit) return nullptr;
     slot = {block_, place(&slot, name, bytes, site)};
     return slot.address;
   }

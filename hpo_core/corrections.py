@@ -12,7 +12,7 @@ from . import gates, ops
 from .backends import is_reference, resolve
 from .batch import PackedBatch
 from .gates import Channel, Correction, RatioGate
-from .metrics import Metrics, empty_metrics, observed
+from .metrics import Metrics, empty_metrics, is_debugging, observed
 from .segment_exchange import reduce_over_ranks
 from .specs import MOST_ROW_CORRECTIONS, PolicyLossInputs, PolicyLossSpec, Unit
 
@@ -153,4 +153,4 @@ def _observed(
         vector = resolve("gates", read.logp, backend).policy_loss(inputs, _OBSERVER)[1]
     else:
         vector = ops.policy_loss(inputs, _OBSERVER, backend, False)[1]
-    return observed(vector, process_group)
+    return observed(vector, process_group, {} if is_debugging() else None)

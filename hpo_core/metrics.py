@@ -165,18 +165,16 @@ def is_debugging() -> bool:
 
 
 def observed(
-    vector: torch.Tensor,
-    group: torch.distributed.ProcessGroup | None = None,
-    positive: dict[str, torch.Tensor] | None = None,
+    vector: torch.Tensor, group: torch.distributed.ProcessGroup | None, positive: dict[str, torch.Tensor] | None
 ) -> Metrics:
-    """The metrics of one call; in debug mode a flag raises an error, and so do log-probabilities above 0, of which
-    ``positive`` has a count for each argument.
+    """The metrics of one call. ``positive``: in debug mode, where a flag raises an error, how many log-probabilities of
+    each argument are above 0, which raise one, too; else None.
 
     With a group all its ranks raise at once, so that no rank waits for one that has raised. Only this debug mode
     synchronises.
     """
     metrics = Metrics(vector)
-    if is_debugging():
+    if positive is not None:
         (metrics if group is None else metrics.all_reduce(group)).raise_for_flags()
         if positive:
             _refuse_positive(positive, group)

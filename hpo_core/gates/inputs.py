@@ -300,8 +300,8 @@ def vaco_mask(
     check(0 <= delta < math.inf, "delta: expected a finite mean of |r - 1| >= 0, got {}", delta)
     check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
-    x = torch.where(valid, logp.detach() - old_logp.detach(), 0.0)
-    moved = x.clamp(max=20).expm1().abs()
+    x = torch.where(valid, logp.detach().double() - old_logp.detach(), 0.0)
+    moved = x.clamp(max=20).expm1().abs().float()
     mean = GroupStatistics(*ops.group_statistics(moved, batch.once(PackedBatch.row_of_token), None, valid, None)).mean
     away = x.sign() * per_token(advantages, batch, advantage_level) > 0
     return GateInputs(token_mask=valid & ~((mean > delta) & away))

@@ -49,19 +49,24 @@ def keywords_of(fn: Callable[..., Any], example: PolicyLossExample) -> dict[str,
 
 
 def run_policy_loss(
+    fn: Callable[..., Any], example: PolicyLossExample, *, gradient: bool = True, **keywords: Any
+) -> Outcome:
+    """Call ``fn`` like ``policy_loss`` or ``policy_loss_and_grad``, and differentiate a loss without its gradient.
+
+    ``gradient``: False for a kernel that computes the loss alone.
+    """
+    return run_from(fn, example, gradient=gradient, **keywords)
+
+
+def run_from(
     fn: Callable[..., Any],
     example: PolicyLossExample,
     incoming: torch.Tensor | None = None,
     *,
-    gradient: bool = True,
+    gradient: bool,
     **keywords: Any,
 ) -> Outcome:
-    """Call ``fn`` like ``policy_loss`` or ``policy_loss_and_grad``, and differentiate a loss without its gradient.
-
-    Args:
-        incoming: what arrives at the loss in the backward; default 1.
-        gradient: False for a kernel that computes the loss alone.
-    """
+    """:func:`run_policy_loss`, where ``incoming`` arrives at the loss in the backward; default 1."""
     leaf = example.logp.detach().requires_grad_(gradient)
     keywords = keywords_of(fn, example) | keywords
     out = fn(leaf, example.old_logp, example.advantages, example.batch, **keywords)

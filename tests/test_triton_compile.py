@@ -161,32 +161,24 @@ WIDE_LOADS = {
 }
 
 
-# Every run assembles the lightest and the heaviest path of each kernel, and all of two published hierarchies between
-# these. `make test-long` assembles the rest, of which every run checks that Triton's front end takes it; paths of no
-# shipped method are part of the rest, because an end must be one that calls take.
-OF_NO_METHOD = {
+# Paths of no shipped method, and those that differ in an expression from one with no fewer registers, are assembled
+# in `make test-long` alone; every run checks that Triton's front end takes them. It assembles another path of the same
+# kernel, which shares the code around what is their own.
+AT_LENGTH = {
     "hierarchy: four levels, all inputs", "hierarchy: balanced", "term: log mean exp",
     "term: MIRROR, two levels, everything", "term: NEGATIVE_AWARE, two levels, everything",
     "group_normalise, all terms", "loss_from_logits, term: LINEAR",
+    "term: LOG", "term: MIRROR", "term: SIMPLE", "term: TARGET", "term: FLIPPED",
+    "correction: K3 SUM MASK", "correction: PROBABILITY MIN MASK", "correction: LOG_RATIO TOKEN BAND",
 }  # fmt: skip
-BETWEEN = {"hierarchy: two levels", "hierarchy: sequence, all inputs"}
-BY_REGISTERS = sorted((each for each in REGISTERS if each[0] not in OF_NO_METHOD), key=REGISTERS.get)
-HEAVIEST = {kernel: path for path, kernel in BY_REGISTERS}
-LIGHTEST = {kernel: path for path, kernel in reversed(BY_REGISTERS)}
-EVERY_RUN = [(path, kernel) for path, kernel in REGISTERS if path in {LIGHTEST[kernel], HEAVIEST[kernel], *BETWEEN}]
-AT_LENGTH = [each for each in REGISTERS if each not in EVERY_RUN]
-# The path of each kernel on other GPUs: with many registers the heaviest one, which another assembler may spill.
-ELSEWHERE_ON = LIGHTEST | {kernel: path for kernel, path in HEAVIEST.items() if REGISTERS[path, kernel] > 120}
-
-
-def named(kernels):
-    """The kernels as an option of compile names them."""
-    return [f"{path}/{kernel}" for path, kernel in kernels]
+EVERY_RUN = sorted(f"{path}/{kernel}" for path, kernel in REGISTERS if path not in AT_LENGTH)
+# The path on which each kernel takes the most registers.
+HEAVIEST = {kernel: path for path, kernel in sorted(REGISTERS, key=REGISTERS.get) if path not in AT_LENGTH}
 
 
 def in_turn(*targets):
     """Of these targets each kernel meets one."""
-    kernels = sorted(ELSEWHERE_ON)
+    kernels = sorted(HEAVIEST)
     return {target: kernels[i :: len(targets)] for i, target in enumerate(targets)}
 
 
@@ -267,7 +259,7 @@ def answer(script):
 
 
 def share_on_sm_90(share, every_run=False):
-    return reports(90, *(("--only", *named(EVERY_RUN)) if every_run else ()), "--share", str(share), str(SHARES))
+    return reports(90, *(("--only", *EVERY_RUN) if every_run else ()), "--share", str(share), str(SHARES))
 
 
 def assert_no_spills(compiled):
@@ -331,8 +323,7 @@ def test_programs_that_wait_for_each_other_order_their_memory(share, every_run):
         if released:
             assert "relaxed" in orders[: released[0]], report
             found.add(report["kernel"])
-    waiting = {"_select_top", "_correct_tokens", "_deliver_gradient", "_prepare_leaves"}
-    assert found and found == waiting & {report["kernel"] for report in share_on_sm_90(share, every_run)}
+    assert found == {"_select_top", "_correct_tokens", "_deliver_gradient", "_prepare_leaves"}
 
 
 @pytest.mark.skipif(TRITON != "3.9.0", reason="register counts are those of Triton 3.9.0")
@@ -392,19 +383,14 @@ def of_each(targets):
     """Parameters of a test: the kernels that a target meets in its turn, and in `make test-long` all on each."""
     every_run = [pytest.param(target, OF_OTHERS[target], id=f"{target}") for target in targets]
     at_length = [
-        pytest.param(target, sorted(ELSEWHERE_ON), marks=pytest.mark.long, id=f"{target}, all") for target in targets
+        pytest.param(target, sorted(HEAVIEST), marks=pytest.mark.long, id=f"{target}, all") for target in targets
     ]
     return pytest.mark.parametrize(("target", "kernels"), [*every_run, *at_length], scope="module")
 
 
-def elsewhere(kernels):
-    """Their paths on other GPUs."""
-    return [(ELSEWHERE_ON[kernel], kernel) for kernel in kernels]
-
-
 def compiled_on(target, kernels):
     if kernels is not OF_OTHERS[target]:
-        return reports(target, "--only", *named(elsewhere(kernels)))
+        return reports(target, "--only", *(f"{HEAVIEST[kernel]}/{kernel}" for kernel in kernels))
     return [report for report in answer(ELSEWHERE) if report["target"] == target]
 
 
@@ -412,7 +398,7 @@ def compiled_on(target, kernels):
 def test_every_kernel_compiles_for_every_vendor_without_spilling(target, kernels):
     """Targets of a vendor differ in their assembler alone, and no kernel takes the registers that each of them has."""
     compiled = compiled_on(target, kernels)
-    assert {(report["path"], report["kernel"]) for report in compiled} == set(elsewhere(kernels))
+    assert {(report["kernel"], report["path"]) for report in compiled} == {(name, HEAVIEST[name]) for name in kernels}
     assert_no_spills(compiled)
 
 
@@ -422,7 +408,7 @@ def test_amd_loads_as_wide(target, kernels):
     found = {(report["path"], report["kernel"]): report["loads"].get("128", 0) for report in compiled}
     for kernel in {"_select_top", "_prepare_leaves", "_deliver_gradient", "_correct_tokens"}.intersection(kernels):
         steps = [report["loads"].get("128", 0) for report in compiled if report["kernel"] == kernel]
-        found[ELSEWHERE_ON[kernel], kernel] = sum(steps)  # one launch on NVIDIA, one for each step here
+        found[HEAVIEST[kernel], kernel] = sum(steps)  # one launch on NVIDIA, one for each step here
     expected = {kernel: loads for kernel, loads in WIDE_LOADS.items() if kernel in found}
     assert expected  # a loop may be unrolled there, and hold more
     assert [kernel for kernel, loads in expected.items() if found[kernel] < loads] == []
@@ -550,7 +536,7 @@ def stop(backend=None, stages=None, *_):
     stages["ttir"] = front
     stages["cubin"] = lambda ir, metadata: metadata.update(name="", shared=0) or b""
 
-wanted = {named(AT_LENGTH)!r}
+wanted = {[f"{path}/{kernel}" for path, kernel in REGISTERS if path in AT_LENGTH]!r}
 knobs.runtime.add_stages_inspection_hook = stop
 passed = [[path, kernel.src.fn.__name__] for path, kernel in compile.specialisations(compile.paths(), 90, wanted)]
 print(json.dumps(passed))
@@ -561,7 +547,7 @@ def test_the_front_end_takes_what_is_assembled_at_length():
     passed = Counter(map(tuple, answer(FRONT_END)))
     # On four levels one launch of both steps would take more registers than two programs of a multiprocessor have.
     apart = {("hierarchy: four levels, all inputs", "_deliver_gradient"), ("hierarchy: balanced", "_deliver_gradient")}
-    assert passed == {each: 1 + (each in apart) for each in AT_LENGTH}
+    assert passed == {each: 1 + (each in apart) for each in REGISTERS if each[0] in AT_LENGTH}
 
 
 ELSEWHERE = f"""
@@ -569,7 +555,7 @@ import json
 
 from hpo_core._triton import compile
 
-names = { ({target: named(elsewhere(kernels)) for target, kernels in OF_OTHERS.items()})!r}
+names = { ({target: [f"{HEAVIEST[each]}/{each}" for each in kernels] for target, kernels in OF_OTHERS.items()})!r}
 print(json.dumps([
     {{"target": target, "path": path, **compile.report(kernel)._asdict()}}
     for target in names for path, kernel in compile.specialisations(compile.paths(), target, names[target])

@@ -67,6 +67,7 @@ TRAINERS = (
     *("areal", "art", "axolotl", "easyr1", "miles", "ms_swift", "nemo_rl", "open_instruct", "openrlhf", "prime_rl"),
     *("rlinf", "rllm", "roll", "skyrl", "slime", "tinker", "torchforge", "torchrl", "trinity", "verl_agent"),
 )
+RECORDED = tuple(f"recorded_{name}" for name in ("trainers", "apps", "open_instruct", "rlinf", "slime"))
 WITH_TESTS = ("areal", "axolotl", "ms_swift", "openrlhf", "skyrl", "torchrl", "trinity")
 
 
@@ -150,9 +151,9 @@ RULES = [
     Rule(("hpo_core/integrations/needs.py", "hpo_core/integrations/entropy_methods.py"), (*TRL, *VERL)),
     Rule(("hpo_core/integrations/named.py", "hpo_core/integrations/micro_batch.py", "hpo_core/integrations/turns.py",
           "hpo_core/integrations/prompt_advantages.py", "hpo_core/integrations/served.py", "tests/trainer_batches.py"),
-         ("trainers", "recorded_trainers", "recorded_slime", "recorded_apps", "imports", "docs", *WITH_TESTS)),
+         (*RECORDED, "trainers", "imports", "docs", *WITH_TESTS)),
     Rule(tuple(f"hpo_core/integrations/{name}.py" for name in TRAINERS),
-         ("trainers", "recorded_trainers", "recorded_slime", "recorded_apps", "imports", "docs", *WITH_TESTS)),
+         (*RECORDED, "trainers", "imports", "docs", *WITH_TESTS)),
     Rule(("hpo_core/plot/*", "hpo_core/reference/gates.py", "hpo_core/reference/hierarchy.py"),
          ("plot", "imports", "docs")),
     Rule(("hpo_core/testing/*", "tests/kernels_to_check.py"), (*TESTING, "explain", "promises", "imports")),

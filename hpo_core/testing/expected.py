@@ -55,10 +55,10 @@ def run_policy_loss(
 
     ``gradient``: False for a kernel that computes the loss alone.
     """
-    return run_from(fn, example, gradient=gradient, **keywords)
+    return run_with_incoming(fn, example, gradient=gradient, **keywords)
 
 
-def run_from(
+def run_with_incoming(
     fn: Callable[..., Any],
     example: PolicyLossExample,
     incoming: torch.Tensor | None = None,

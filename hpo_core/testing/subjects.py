@@ -31,7 +31,7 @@ from .examples import (
     move,
     random_policy_loss,
 )
-from .expected import Outcome, accepts, differentiate, run_from
+from .expected import Outcome, accepts, differentiate, run_with_incoming
 from .layouts import Layout
 from .promises import Run
 from .promises_of_advantages import Estimator
@@ -105,7 +105,7 @@ def _policy_loss(
     if padded:
         check_padded(gate)
     kernel = of_rectangles(fn) if padded else fn
-    call = functools.partial(run_from, kernel, gradient=gradient, **options)
+    call = functools.partial(run_with_incoming, kernel, gradient=gradient, **options)
     notes: list[str] = []
     if gate.reads_rollout and not accepts(fn, "rollout_logp"):
         notes.append("rollout_logp, which the gate reads and the kernel does not take")

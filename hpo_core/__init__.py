@@ -21,6 +21,7 @@ from .loss_from_logits import PolicyLossFromLogits, policy_loss_from_logits
 from .losses import PolicyLoss, PolicyLossAndGrad, hierarchical_policy_loss, policy_loss, policy_loss_and_grad
 from .metrics import Metrics
 from .support import support_floor
+from .value_loss import ValueLoss, ValueMetrics, value_loss
 
 if TYPE_CHECKING:  # a __getattr__ that it saw would give any misspelt name a type
     from . import plot, testing
@@ -42,6 +43,8 @@ __all__ = [
     "PolicyLossFromLogits",
     "TokenLogprobs",
     "TokenStatistics",
+    "ValueLoss",
+    "ValueMetrics",
     "__version__",
     "advantages",
     "aggregation",
@@ -61,4 +64,5 @@ __all__ = [
     "testing",
     "token_logprobs",
     "token_statistics",
+    "value_loss",
 ]

@@ -295,9 +295,10 @@ def checked_constant(
     meaning: str,
     dtype: torch.dtype,
     device: torch.device,
+    whose: str = "logp",
 ) -> torch.Tensor:
-    """A checked constant of the differentiation: contiguous, in the op's dtype, on logp's device."""
-    return as_constant(name, examined(name, tensor, meaning), shape, meaning, dtype, device)
+    """A checked constant of the differentiation: contiguous, in the op's dtype, on the device of ``whose``."""
+    return as_constant(name, examined(name, tensor, meaning), shape, meaning, dtype, device, whose)
 
 
 def as_constant(
@@ -307,11 +308,12 @@ def as_constant(
     meaning: str,
     dtype: torch.dtype,
     device: torch.device,
+    whose: str = "logp",
 ) -> torch.Tensor:
     """:func:`checked_constant` for a tensor that is already examined."""
     if shape is not None and tensor.shape != shape:
         check_shape(name, tensor, shape, meaning)
-    check_device(name, tensor, device, "logp")
+    check_device(name, tensor, device, whose)
     if tensor.requires_grad or has_tangent(tensor):
         found = "requires a gradient" if tensor.requires_grad else "has a tangent (of forward-mode derivatives)"
         swapped = ", and as logp what the current policy says" if name == "old_logp" else ""

@@ -10,12 +10,16 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed
 
 from .arguments import examines
 from .checks import check
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # name -> reduction. The order is that of csrc/include/hpo/metrics.h; a test compares the two.
 SLOTS: dict[str, str] = {
@@ -70,7 +74,40 @@ def empty_metrics(device: torch.device | str) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Metrics:
+class Observations:
+    """A vector with a named slot for each quantity, on the device."""
+
+    SLOTS: ClassVar[dict[str, str]]
+
+    vector: torch.Tensor
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """One raw slot as a 0-dim device tensor."""
+        check(name in self.SLOTS, "metrics: no slot named {!r}; the slots are {}", name, ", ".join(self.SLOTS))
+        return self.vector[list(self.SLOTS).index(name)]
+
+    def __add__(self, other: Self) -> Self:
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        return type(self)(fold(torch.stack((self.vector, other.vector)), self.SLOTS.values()))
+
+    def __radd__(self, other: int) -> Self:
+        """``sum`` begins with 0."""
+        return self if other == 0 else NotImplemented
+
+    @examines
+    def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> Self:
+        """Combine over the ranks of ``group``: one all-gather and a local fold in rank order, bitwise equal on every
+        rank.
+
+        ``loss`` and ``penalty`` are sums with the weights: under ``gradient_reduction="mean"`` they are those of one
+        process times the number of ranks.
+        """
+        return type(self)(fold(gathered(self.vector, group), self.SLOTS.values()))
+
+
+@dataclass(frozen=True, eq=False)
+class Metrics(Observations):
     """The observations of one loss call, or the sum of several, still on the device.
 
     ``vector`` is float64 ``[len(SLOTS)]``. Nothing is copied to the host before :meth:`compute`.
@@ -82,31 +119,7 @@ class Metrics:
     (3.0, 6.0)
     """
 
-    vector: torch.Tensor
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """One raw slot as a 0-dim device tensor."""
-        check(name in _INDEX, "metrics: no slot named {!r}; the slots are {}", name, ", ".join(SLOTS))
-        return self.vector[_INDEX[name]]
-
-    def __add__(self, other: Metrics) -> Metrics:
-        if not isinstance(other, Metrics):
-            return NotImplemented
-        return Metrics(fold(torch.stack((self.vector, other.vector)), SLOTS.values()))
-
-    def __radd__(self, other: int) -> Metrics:
-        """``sum`` begins with 0."""
-        return self if other == 0 else NotImplemented
-
-    @examines
-    def all_reduce(self, group: torch.distributed.ProcessGroup | None = None) -> Metrics:
-        """Combine over the ranks of ``group``: one all-gather and a local fold in rank order, bitwise equal on every
-        rank.
-
-        ``loss`` and ``penalty`` are sums with the weights: under ``gradient_reduction="mean"`` they are those of one
-        process times the number of ranks.
-        """
-        return Metrics(fold(gathered(self.vector, group), SLOTS.values()))
+    SLOTS = SLOTS
 
     @property
     def flags(self) -> torch.Tensor:

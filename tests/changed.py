@@ -128,6 +128,7 @@ RULES = [
     ),
     Rule(("hpo_core/native.py", "hpo_core/checks.py", "hpo_core/arguments.py", "hpo_core/ops/*", "csrc/bindings.h",
           "csrc/bindings/*", "csrc/cpu/rows.h", "csrc/cpu/advantages.cpp"), ("ambient_defaults", "bounded_costs")),
+    Rule(("hpo_core/value_loss.py", "hpo_core/metrics.py"), ("value_loss",)),
     Rule(("hpo_core/distributed.py", "hpo_core/segment_exchange.py", "hpo_core/metrics.py", "hpo_core/aggregation.py",
           "hpo_core/advantages/distributed.py"), MULTIPROCESS),
     Rule(("hpo_core/batch/*",), ("empty_rank",)),

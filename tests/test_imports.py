@@ -28,6 +28,7 @@ ORDER = (
         "aggregation",
         "prepared",
         "losses",
+        "value_loss",
         "support",
         "vocabulary_parallel",
         "logprobs",

@@ -108,6 +108,9 @@ def test_nothing_synchronises():
         given = {"kl": hpo.kl.k3(0.1), "ref_logp": old_logp, "selection": selection}
         hpo.policy_loss(logp, old_logp, make(8), batch, gates.hapo_clip(), **given).loss.backward()
         hpo.policy_loss_and_grad(logp, old_logp, make(8), batch, gates.hapo_clip(), **given)
+        critic = hpo.value_loss(differentiable, make(64), batch, old_values=make(64), clip=0.2)
+        critic.loss.backward()
+        _ = critic.metrics + critic.metrics
         for level, count in (("trajectory", 5), ("group", 3), ("domain", 2)):
             hpo.policy_loss(logp, None, make(count), batch, advantage_level=level)
         hpo.policy_loss_and_grad(logp, old_logp, make(64), batch, advantage_level="token")

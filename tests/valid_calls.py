@@ -18,11 +18,12 @@ from hpo_core.advantages import BetaTracker, GroupHistory, GroupTerm, Term
 from hpo_core.batch import PackedBatch
 from hpo_core.entropy import EntropyWindow, PivotState, ScopeStatistics, Selection, WindowState
 from hpo_core.level_metrics import LevelMetrics
-from hpo_core.metrics import Metrics
+from hpo_core.metrics import Metrics, Observations
 from hpo_core.ops.advantages import _numbers_of_groups
 from hpo_core.ops.gates import _numbers_of
 from hpo_core.segments import Chains, GroupStatistics
 from hpo_core.specs import GroupNormalisation, PolicyLossInputs, Share
+from hpo_core.value_loss import ValueMetrics
 
 MODULES = (
     "hpo_core", "hpo_core.advantages", "hpo_core.advantages.reconstructed", "hpo_core.aggregation", "hpo_core.entropy",
@@ -42,6 +43,7 @@ CLASSES = (
     Chains,
     Metrics,
     LevelMetrics,
+    ValueMetrics,
 )
 OPERATORS = sorted(
     name.removeprefix("hpo_core::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("hpo_core::")
@@ -524,6 +526,9 @@ def _losses() -> Iterator[Call]:
         hpo.policy_loss, logp=_T["logp"][:8].reshape(2, 4), old_logp=_T["old_logp"][:8].reshape(2, 4), batch=padded,
         advantages=floats(1, -1),
     )  # fmt: skip
+    of_critic = {"values": _T["weight"] / 2, "returns": _T["weight"], "batch": batch()}
+    yield _call(hpo.value_loss, **of_critic, weights=_S["weights"])
+    yield _call(hpo.value_loss, **of_critic, old_values=_T["weight"] / 4, clip=0.25)
 
 
 _LOGITS = (integers(*range(40)) * 7 % 11).float().reshape(5, 8) / 4
@@ -736,6 +741,6 @@ def tensors_of(given: Any) -> list[torch.Tensor]:
         return [torch.tensor(given, dtype=torch.float64, device="cpu")]
     if isinstance(given, list | tuple):
         return [tensor for each in given for tensor in tensors_of(each)]
-    if isinstance(given, Metrics | LevelMetrics):
+    if isinstance(given, Observations | LevelMetrics):
         return [tensor for each in vars(given).values() for tensor in tensors_of(each)]
     return []

@@ -39,7 +39,8 @@ def step_gae(
             steps before it unknown: they are in no statistic and 0, as is that of a step in no trajectory. Where a
             trajectory was cut off, gamma times the critic behind it belongs to its last reward.
         values: ``[N]``, the critic at the last prompt token of each step, before its first response token.
-        whitened: False leaves the advantages as they are; returns for the critic are those plus ``values``.
+        whitened: False leaves the advantages as they are; returns for the critic (:func:`~hpo_core.value_loss`) are
+            those plus ``values``.
 
     Traps: discounts count steps; the same numbers per token discount far more.
 

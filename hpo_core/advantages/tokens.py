@@ -310,7 +310,8 @@ def token_gae(
             trajectory was cut off, gamma times the critic behind it belongs to its last reward.
         batch: rows of a trajectory (``trajectory_ids``) stand in the order of its steps. Without such ids this is GAE
             of each row, as verl's ``gae`` is.
-        whitened: False leaves the advantages as they are; returns for the critic are those plus ``values``.
+        whitened: False leaves the advantages as they are; returns for the critic (:func:`~hpo_core.value_loss`) are
+            those plus ``values``.
 
     >>> batch = PackedBatch.from_lengths([1, 1], trajectory_ids=torch.tensor([4, 4]))
     >>> token_gae(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25]), batch, gamma=0.5, whitened=False)

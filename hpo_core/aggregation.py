@@ -57,8 +57,7 @@ def default(batch: PackedBatch, of_steps: bool) -> torch.Tensor:
         "weights=aggregation.token_mean(batch, process_group=torch.distributed.group.WORLD, gradient_reduction='mean') "
         "('sum' if the engine adds gradients)",
     )
-    weights: torch.Tensor = batch.once(_token_mean_in_steps if of_steps else token_mean)
-    return weights
+    return batch.once(_token_mean_in_steps if of_steps else token_mean)
 
 
 def _token_mean_in_steps(batch: PackedBatch) -> torch.Tensor:
@@ -227,8 +226,7 @@ def _check_length(length: float) -> None:
 def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
     """The number of tokens that count, per row ``[S]``."""
     if selected is None:
-        counts: torch.Tensor = batch.once(row_counts)
-        return counts
+        return batch.once(row_counts)
     check_dtype("selected", selected, (torch.bool,), "pass a bool mask")
     check_shape_of_tokens("selected", selected, batch)
     check_device("selected", selected, batch.device, "the batch")

@@ -371,7 +371,7 @@ def check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tenso
 
 
 def valid_tokens(batch: PackedBatch) -> torch.Tensor:
-    inside: torch.Tensor = batch.once(PackedBatch.row_of_token) >= 0
+    inside = batch.once(PackedBatch.row_of_token) >= 0
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import ops
-from ..arguments import check_choice, constant, constants, examines
+from ..arguments import as_float, check_choice, constant, constants, examines
 from ..batch import takes_padded
 from ..checks import check, check_floating, check_shape, check_units, require_type
 from ..distributed import ranks, sum_in_order, sum_of_ranks
@@ -225,7 +225,7 @@ def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **uni
         list(rewards.shape),
     )
     check_units(rewards=rewards[0], **units)
-    weights = [1.0] * rewards.shape[0] if weights is None else [float(weight) for weight in weights]
+    weights = [1.0] * rewards.shape[0] if weights is None else [as_float("weights", weight) for weight in weights]
     check(
         len(weights) == rewards.shape[0],
         "weights: expected {} numbers (one per reward), got {}",

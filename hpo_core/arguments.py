@@ -236,7 +236,7 @@ def check_pair(name: str, value: Any, meaning: str) -> None:
 
 def check_group(name: str, group: Any) -> None:
     """Check that this is a process group. In place of one without this process torch makes another object, which its
-    collectives pass over without a word."""
+    collectives skip without an error."""
     require_type(
         isinstance(group, torch.distributed.ProcessGroup),
         "{}: expected a torch.distributed.ProcessGroup that this process is in, such as torch.distributed.group.WORLD, "

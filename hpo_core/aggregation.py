@@ -29,7 +29,7 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
-from .arguments import check_choice, examines
+from .arguments import as_float, check_choice, examines
 from .batch import PackedBatch, alone_without, renumber, row_counts
 from .checks import check, check_device, check_dtype, check_shape_of_tokens, require_type
 from .distributed import check_is_step, is_distributed, sum_in_order, world_size
@@ -57,8 +57,7 @@ def default(batch: PackedBatch, of_steps: bool) -> torch.Tensor:
         "weights=aggregation.token_mean(batch, process_group=torch.distributed.group.WORLD, gradient_reduction='mean') "
         "('sum' if the engine adds gradients)",
     )
-    weights: torch.Tensor = batch.once(_token_mean_in_steps if of_steps else token_mean)
-    return weights
+    return batch.once(_token_mean_in_steps if of_steps else token_mean)
 
 
 def _token_mean_in_steps(batch: PackedBatch) -> torch.Tensor:
@@ -227,8 +226,7 @@ def _check_length(length: float) -> None:
 def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
     """The number of tokens that count, per row ``[S]``."""
     if selected is None:
-        counts: torch.Tensor = batch.once(row_counts)
-        return counts
+        return batch.once(row_counts)
     check_dtype("selected", selected, (torch.bool,), "pass a bool mask")
     check_shape_of_tokens("selected", selected, batch)
     check_device("selected", selected, batch.device, "the batch")
@@ -269,8 +267,9 @@ def _scale(
     elif total is not None:  # new_full fills the number in; a copy from the host would synchronise
         is_number = isinstance(total, _NUMBERS) and not isinstance(total, bool)
         require_type(is_number, "total: expected a number or a 0-dim tensor, got {!r}", total)
-        check(0 <= total < math.inf, "total: expected a count >= 0, got {}", total)
-        own = own.new_full((), float(total) if isinstance(total, Real) else total, dtype=torch.float64)
+        number = as_float("total", total) if isinstance(total, Real) else total
+        check(0 <= number < math.inf, "total: expected a count >= 0, got {}", number)
+        own = own.new_full((), number, dtype=torch.float64)
     count = own.to(torch.float64)  # float64 keeps counts beyond 2^24 tokens exact until the one division
     # A tensor is not read on the host, so an invalid count (NaN or below 0) makes the loss NaN.
     scale = torch.where(count > 0, factor / count, torch.where(count == 0, 0.0, torch.nan))

@@ -9,7 +9,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 import torch.distributed
@@ -170,7 +170,7 @@ def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any
     if _is_number(kind, value):
         is_held = kind != "int" or -(2**63) <= value < 2**63
         check(is_held, "{}: expected an integer that 64 bits hold, as tensors have them, got {}", name, value)
-        return _as_float(value) if kind == "float" else value if type(value) is int else int(value)
+        return as_float(name, value) if kind == "float" else value if type(value) is int else int(value)
     one = "; pass one number"
     fixes = {str: "; write it without quotes", Tensor: "; use .item()", list: one, tuple: one}
     fix = next((fix for made, fix in fixes.items() if isinstance(value, made)), "")
@@ -178,12 +178,12 @@ def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any
     require_type(False, "{}: expected {}, got {!r}{}", name, expected, value, fix)
 
 
-def _as_float(number: numbers.Real) -> float | numbers.Real:
-    """Kernels take no number of NumPy and no fraction. An integer beyond all floats stays: a later check refuses it."""
+def as_float(name: str, number: SupportsFloat) -> float:
+    """The number as kernels take it: they know no number of NumPy and no fraction."""
     try:
         return float(number)
     except OverflowError:
-        return number
+        raise ValueError(f"{name}: expected a number that a float holds, got one beyond 1.8e308") from None
 
 
 def check_number(name: str, value: Any) -> None:
@@ -192,6 +192,8 @@ def check_number(name: str, value: Any) -> None:
 
 def check_numbers(name: str, values: Any) -> None:
     require_type(all(_is_number("float", each) for each in values), "{}: expected numbers, got {!r}", name, values)
+    for each in values:
+        as_float(name, each)
 
 
 def is_finite(number: float) -> bool:
@@ -234,7 +236,7 @@ def check_pair(name: str, value: Any, meaning: str) -> None:
 
 def check_group(name: str, group: Any) -> None:
     """Check that this is a process group. In place of one without this process torch makes another object, which its
-    collectives pass over without a word."""
+    collectives skip without an error."""
     require_type(
         isinstance(group, torch.distributed.ProcessGroup),
         "{}: expected a torch.distributed.ProcessGroup that this process is in, such as torch.distributed.group.WORLD, "

@@ -221,7 +221,7 @@ def observed_levels(
 
 def _tokens_by_sign(inputs: PolicyLossInputs, batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
     """``[P, 2]``: the number of unmasked tokens of each leaf, with an advantage >= 0 and < 0."""
-    counts: torch.Tensor = batch.once(_tokens_of_leaves, units)
+    counts = batch.once(_tokens_of_leaves, units)
     below = inputs.advantages.flatten() < 0
     if inputs.advantage_per_token:
         negative = _marked_in_leaves(below if batch.mask is None else below & batch.mask, batch, units)

@@ -27,6 +27,7 @@ from .entropy import EntropyWindow, Selection, WindowState
 from .entropy.selection import checked_selection, selected_tokens, shaped_advantages
 from .entropy.window import check_scorer, rounded_as
 from .gates import Channel, GateInputs, RatioGate
+from .gates.inputs import valid_tokens
 from .kl import KLPenalty
 from .metrics import Metrics, is_debugging
 from .segment_exchange import SegmentExchange, exchange_of
@@ -229,9 +230,7 @@ def prepare(
 
 def _positive(batch: PackedBatch, gate: RatioGate, **given: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """How many valid tokens have a log-probability above 0, which says that it is something else."""
-    valid = batch.row_of_token() >= 0
-    if batch.mask is not None:
-        valid &= batch.mask
+    valid = valid_tokens(batch)
     if gate.of_steps:
         valid &= batch.step_of_token() >= 0
     return {

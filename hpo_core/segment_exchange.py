@@ -121,8 +121,7 @@ def _least(dtype: torch.dtype) -> float:
 
 
 def _span_of(batch: PackedBatch, units: tuple[Unit, ...], group: ProcessGroup) -> _Span:
-    span: _Span = batch.once(_make_span, units, group, static=True)
-    return span
+    return batch.once(_make_span, units, group, static=True)
 
 
 def _make_span(batch: PackedBatch, units: tuple[Unit, ...], group: ProcessGroup) -> _Span:

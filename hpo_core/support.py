@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import examines
+from .arguments import as_float, examines
 from .checks import (
     INTEGERS,
     check,
@@ -56,7 +56,7 @@ class Setting(NamedTuple):
                 whose,
                 value,
             )
-            return int(value) if is_count else float(value)
+            return int(value) if is_count else as_float(name, value)
         value = examined(name, value)
         if is_count:
             check_dtype(name, value, INTEGERS, "counts are integers")

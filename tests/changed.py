@@ -163,6 +163,7 @@ RULES = [
     Rule(("README.md", "CONTRIBUTING.md", "docs/*", "mkdocs.yml"), ("docs",)),
     Rule(("docs/gpu.md", "tests/gpu_page.py", "tests/cuda_kernels.py"), ("cuda_compile", "triton_compile")),
     Rule(("examples/*",), ("demo", "demo_agent", "docs", "examples", "tour")),
+    Rule(("docs/cluster.md",), ("examples",)),
     Rule(("hpo_core/advantages/distributed.py", "hpo_core/distributed.py", "hpo_core/integrations/verl*.py"),
          ("examples",)),
     Rule(("hpo_core/plot/*", "hpo_core/testing/*", "hpo_core/gates/*", "hpo_core/advantages/*"), ("tour",)),

@@ -30,12 +30,12 @@ def make(**changed):
     return PackedBatch(**given | changed)
 
 
-def loss(batch, gate=GATE, **keywords):
+def loss(batch, gate=GATE):
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(TOKENS, generator=generator)
     logp = old + 0.3 * torch.randn(TOKENS, generator=generator)
     advantages = torch.randn(batch.rows, generator=generator)
-    return hpo.policy_loss_and_grad(logp, old, advantages, batch, gate, **keywords)
+    return hpo.policy_loss_and_grad(logp, old, advantages, batch, gate)
 
 
 def same(one, other):

@@ -19,8 +19,8 @@ GATE = RatioGate(
 CORRECTED = gates.compose(GATE, Correction(Action.MASK, (-0.1, -0.1), (0.1, 0.1), unit=Unit.GROUP))
 
 
-def empty(*shape):
-    """Of no list is known what it would hold."""
+def empty():
+    """A list without elements as a tensor, whose dtype and shape say nothing of what it would hold."""
     return torch.tensor([])
 
 

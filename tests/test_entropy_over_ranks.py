@@ -95,24 +95,20 @@ def agree(got, expected, exact):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def check_ranks(found, kind, name, worlds=tuple(SHARES)):
+@every_kind
+@every_method
+def test_ranks_and_micro_batches_are_one_process(ranks, kind, name):
     method, (expected, _) = METHODS[name], alone(name, kind)
-    for world in worlds:
-        parts = [each[world, kind, name][0] for each in found[:world]]
+    for world in SHARES:
+        parts = [each[world, kind, name][0] for each in ranks[:world]]
         for rank, rows in enumerate(SHARES[world]):
             own = expected
             if method.level != "step of training":
                 own = [each[places(drawn(kind), rows, method.level)] for each in expected]
             agree(parts[rank], own, method.exact)
-            one_by_one = found[rank][world, kind, name][1]
+            one_by_one = ranks[rank][world, kind, name][1]
             if one_by_one:
                 agree(one_by_one, parts[rank], exact=True)
-
-
-@every_kind
-@every_method
-def test_ranks_and_micro_batches_are_one_process(ranks, kind, name):
-    check_ranks(ranks, kind, name)
 
 
 # An int64 histogram for each digit of a key, of 10, 11 and 11 bits, and the number of errors.

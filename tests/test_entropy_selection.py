@@ -6,7 +6,6 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 from breadth import at_length, at_most, few  # noqa: F401 (the first is a fixture)
@@ -50,29 +49,12 @@ def test_sizes_for_simulated_backends_exceed_one_step(native_backends):
 # ---------------------------------------------------------------------------------------------------- order statistics
 
 
-@hypothesis.settings(max_examples=150)
-@hypothesis.given(example=testing.scores(60))
-def test_generated_order_statistics(backend, example):
-    assert_selects(backend, example)
-
-
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("kind", ["distinct", "ties", "equal", "signed", "extreme"])
 @pytest.mark.parametrize("count", [0, 1, 2, 33, 1025, 20_000])
 def test_order_statistics_of_every_size(backend, count, kind):
     for seed in few(backend, range(8), 2):
         assert_selects(backend, testing.random_scores(seed, at_most(backend, count), kind))
-
-
-@pytest.mark.usefixtures("at_length")
-@pytest.mark.parametrize("planted", [100.0, -100.0, math.inf, -math.inf, math.nan, 0.5])
-def test_misleading_sample(backend, planted):
-    """Every score in the sample of the CPU backend is the same value."""
-    count = at_most(backend, 20_000)
-    values = torch.rand(count, generator=torch.Generator().manual_seed(0))
-    values[[(i * 0x9E3779B9 % 2**32) * count >> 32 for i in range(2048)]] = planted
-    for numerator in few(backend, (19, 0, 10, 20)):
-        assert_selects(backend, ScoresExample(values, numerator, 20, OrderRule.CEIL))
 
 
 def test_keeps_every_promise_of_order_statistics(backend):

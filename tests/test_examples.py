@@ -5,6 +5,7 @@ import io
 import os
 import re
 import runpy
+import shlex
 import socket
 import subprocess
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_an_agent_learns_from_its_turns(calls):
     torch.testing.assert_close(advantages.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-4)
 
 
-# ---- examples/verl.sh ----
+# ---- examples/verl.sh, docs/cluster.md ----
 
 
 def options_of(tmp_path, *more):
@@ -147,8 +148,15 @@ def test_options_that_follow_win(tmp_path):
     assert "data.train_files=/data/train.parquet" in options and "trainer.n_gpus_per_node=2" in options
 
 
+def options_of_the_page(_):
+    """Those of the command of docs/cluster.md."""
+    page = (ROOT / "docs/cluster.md").read_text().replace("\\\n", "")
+    return shlex.split(page.partition("verl.trainer.main_ppo")[2].partition("```")[0])
+
+
 @pytest.mark.peers
-def test_verl_takes_the_command(tmp_path):
+@pytest.mark.parametrize("options", [options_of, options_of_the_page])
+def test_verl_takes_the_command(options, tmp_path):
     pytest.importorskip("verl")
     import hydra
     from verl.trainer.ppo import core_algos
@@ -159,16 +167,17 @@ def test_verl_takes_the_command(tmp_path):
 
     assert callable(hpo_verl.register)  # which registers what hpo_core has
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-        config = hydra.compose("ppo_trainer", overrides=options_of(tmp_path))
+        config = hydra.compose("ppo_trainer", overrides=options(tmp_path))
         with pytest.raises(hydra.errors.ConfigCompositionException):
-            hydra.compose("ppo_trainer", overrides=options_of(tmp_path, "algorithm.no_such_option=1"))
+            hydra.compose("ppo_trainer", overrides=[*options(tmp_path), "algorithm.no_such_option=1"])
     critic, reference = need_critic(config), need_reference_policy(config)
     assert (critic, reference) == (False, False)
     validate_config(config, use_reference_policy=reference, use_critic=critic)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    model = config.actor_rollout_ref.model
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     assert model.use_fused_kernels and model.fused_kernel_options.impl_backend == "hpo_core"
     assert config.algorithm.adv_estimator in core_algos.ADV_ESTIMATOR_REGISTRY
+    assert rollout.name == "vllm" and rollout.n > 1  # the estimators compare the answers to a prompt
     assert actor.policy_loss.loss_mode == "hpo_gspo"
 
     import verl_batches

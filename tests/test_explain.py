@@ -12,8 +12,8 @@ from hpo_core import entropy, gates, testing
 LAYOUT = testing.Layout((5, 0, 9, 1), tail=2, masked="some", seed=4)
 
 
-def example_of(gate, *features):
-    return testing.random_policy_loss(7, gate, ["weights", *features], layout=LAYOUT)
+def example_of(gate):
+    return testing.random_policy_loss(7, gate, ["weights"], layout=LAYOUT)
 
 
 def off_by_one_percent_at(*tokens):

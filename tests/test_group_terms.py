@@ -29,7 +29,7 @@ RULES = [
 PATHS = list({(rule.center, rule.scale, rule.eps_mode, rule.part): rule for rule in RULES}.values())
 
 
-def drawn(seed, units, terms, *, weighted=True, masks=True):
+def drawn(seed, units, terms, *, masks=True):
     """Values around 5 or 0, small integers so that equal means are equal to the bit, in groups of many sizes."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -40,7 +40,7 @@ def drawn(seed, units, terms, *, weighted=True, masks=True):
         values = below(9, units) + (1.0 - 5.0 * int(below(2)))
         values[below(20, units) == 0] = (math.nan, math.inf, -math.inf)[int(below(3))]
         ids = None if below(6) == 0 else below(max(units // 4, 1) + 1, units) - 1
-        weights = below(4, units) / 2.0 if weighted and below(2) else None
+        weights = below(4, units) / 2.0 if below(2) else None
         return values, ids, weights
 
     found = [term() for _ in range(terms)]

@@ -24,8 +24,8 @@ backends = pytest.mark.parametrize("backend", ["cpu"])
 types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
-def normal(*shape, seed=0, scale=1.0):
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def head(dtype=torch.float32, count=COUNT, vocabulary=VOCABULARY, width=WIDTH):

@@ -480,7 +480,7 @@ MUTANTS = {
     "cpu: a bracket that missed goes unnoticed": Mutant(
         "cpu", "cpu/entropy_selection.cpp",
         "index < below || index >= below + kept", "false",
-        "test_entropy_selection.test_misleading_sample", {"planted": 0.5},
+        "test_select_top.test_bracket_that_misses", {"planted": 0.5},
     ),
     "cpu: what was marked before the threshold was known stays": Mutant(
         "cpu", "cpu/entropy_selection.cpp",

@@ -39,16 +39,16 @@ def test_a_call_gives_what_it_gives_on_the_cpu(call):
             assert torch.equal(one.cpu(), other)
 
 
-def batch_of(rows=12, length=70, device="cuda"):
-    draw = torch.Generator().manual_seed(rows)
-    lengths = torch.randint(0, length, (rows,), generator=draw).tolist()
+def batch_on_gpu():
+    rows, draw = 12, torch.Generator().manual_seed(12)
+    lengths = torch.randint(0, 70, (rows,), generator=draw).tolist()
     tokens = sum(lengths)
     old_logp = -torch.rand(tokens, generator=draw) - 0.1
     logp = old_logp + 0.2 * torch.randn(tokens, generator=draw)
     rollout_logp = old_logp + 0.1 * torch.randn(tokens, generator=draw)
     batch = hpo.PackedBatch.from_lengths(lengths, mask=torch.rand(tokens, generator=draw) < 0.9)
     advantages = torch.randn(rows, generator=draw)
-    return moved((logp, old_logp, rollout_logp, advantages, batch), device)
+    return moved((logp, old_logp, rollout_logp, advantages, batch), "cuda")
 
 
 def loss_of(gate, backend, old_logp, rollout_logp, advantages, batch, **options):
@@ -60,7 +60,7 @@ def loss_of(gate, backend, old_logp, rollout_logp, advantages, batch, **options)
 
 def made(gate, backend):
     """Log-probabilities, and the loss as a function of them."""
-    logp, *given = batch_of()
+    logp, *given = batch_on_gpu()
     return logp, loss_of(gate, backend, *given)
 
 
@@ -174,7 +174,7 @@ def nccl(tmp_path_factory):
 @backends
 @pytest.mark.parametrize("name", ["sequence", "levels"])
 def test_a_group_of_one_rank_changes_nothing(backend, name, nccl):
-    logp, *given = batch_of()
+    logp, *given = batch_on_gpu()
     *tensors, batch = given
     rows = torch.arange(len(batch.cu_seqlens) - 1, device="cuda")
     batch = hpo.PackedBatch(batch.cu_seqlens, batch.mask, trajectory_ids=rows // 2)

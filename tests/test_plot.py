@@ -294,6 +294,8 @@ def test_selected_tokens_are_filled_and_the_threshold_is_that_of_the_step():
     expected = {at: float(H[4 + at]) for at in range(5)}
     close(filled(axes, BLUE), {at: h for at, h in expected.items() if h >= threshold})
     close(filled(axes, GREY), {at: h for at, h in expected.items() if h < threshold})
+    labelled = plot.entropy_window(H, batch, window, row=1, labels="abcdef").get_xticklabels()
+    assert [label.get_text() for label in labelled] == list("abcdef")
     fitted = window.fit(H, batch)._replace(threshold=torch.tensor([1.5]))
     assert filled(plot.entropy_window(H, batch, window, fitted, row=1), BLUE).keys() == {1}
 
@@ -343,6 +345,7 @@ TEN = hpo.PackedBatch.from_lengths([10])
         (lambda: plot.batch_layout(TWO_ROWS, rows=(0.0, 1.0)), "rows[0]: expected an integer, got 0.0"),
         (lambda: plot.entropy_window(H, TEN, "ares"), "window: expected one of"),
         (lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), row=1), "row: expected 0 to 0"),
+        (lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), labels="ab"), "labels: expected one for each of 10"),
     ],
 )
 def test_errors_name_the_argument(draw, message):

@@ -29,13 +29,13 @@ def sequences(seed):
 FUTURE = {"half_life": 3.0, "eps_low": 0.1, "eps_high": 0.15, "ratio_dual": 1.25, "ratio_unsafe": 1.15}
 
 
-def influences(example, dtype=torch.float64):
+def influences(example):
     """FIPO's weights of all tokens by its formula, 1 at tokens that are in no sequence; 0 where the row is dropped."""
-    weight, begin = torch.ones(example.logp.shape, dtype=dtype), 0
+    weight, begin = torch.ones(example.logp.shape, dtype=torch.float64), 0
     for row, length in enumerate(example.lengths.tolist()):
         here = torch.arange(begin, begin + length)[example.mask[begin : begin + length]]
         begin += length
-        pair, A = (each.to(dtype)[here] for each in (example.logp, example.old_logp)), example.advantages[row]
+        pair, A = (each.double()[here] for each in (example.logp, example.old_logp)), example.advantages[row]
         s = SimpleNamespace(here=here, A=A.expand(here.numel()), **dict(zip(("l", "old"), pair, strict=True)))
         weight[here] = paper.influence(s)
     return weight

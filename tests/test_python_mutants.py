@@ -57,7 +57,7 @@ MUTANTS = {
     ),
     "a batch hands out its cache": mutant(
         "batch/packed.py",
-        "return counts.clone()", "return counts",
+        "return self.once(row_counts).clone()", "return self.once(row_counts)",
         "test_batch_caches.test_row_counts_are_a_copy",
     ),
     "an operator takes a mask of any length": mutant(

@@ -129,8 +129,8 @@ def of_torchforge(batch, logits, response, old=None, made=None, **keywords):
     return (made or integration("torchforge").HPOLoss(**keywords))(logits, **told)
 
 
-def logits_and_tokens(seed=0):
-    draw = torch.Generator().manual_seed(seed)
+def logits_and_tokens():
+    draw = torch.Generator().manual_seed(0)
     logits = torch.randn(ROWS, PROMPT + LENGTH, VOCABULARY, generator=draw)
     return logits, torch.randint(VOCABULARY, (ROWS, LENGTH), generator=draw)
 

@@ -70,7 +70,7 @@ def members_of(values, mask, segments, scope_of_segment, scopes, uids=None):
     return found
 
 
-def random_case(seed, longest=9, kind=None):
+def random_case(seed, longest=9):
     """Segments of a pack with holes, some of them in no scope, and scopes of which some are empty."""
     draw = torch.Generator().manual_seed(seed)
     count = int(torch.randint(0, 8, (), generator=draw))
@@ -83,7 +83,7 @@ def random_case(seed, longest=9, kind=None):
         scopes, scope_of_segment = count, None
     mask = torch.rand(tokens, generator=draw) < 0.8 if seed % 3 else None
     uids = torch.randint(0, 4, (count,), generator=draw) if seed % 2 else None
-    values = values_of(KINDS[seed % 4] if kind is None else kind, tokens, seed)
+    values = values_of(KINDS[seed % 4], tokens, seed)
     return values, segments, scope_of_segment, scopes, mask, uids
 
 

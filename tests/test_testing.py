@@ -1,5 +1,6 @@
 """check() on right and wrong kernels, on the losses of verl and TRL, and the stopwatch beside it."""
 
+import collections
 import functools
 import inspect
 import types
@@ -433,7 +434,7 @@ def verl_policy_loss(name, **settings):
     return fn
 
 
-def trl_policy_loss(loss_type, level="token", **settings):
+def trl_policy_loss(level="token"):
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     accelerator = types.SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
 
@@ -443,12 +444,12 @@ def trl_policy_loss(loss_type, level="token", **settings):
             return logp[:0].sum()
         itself = types.SimpleNamespace(
             _get_per_token_logps_and_entropies=lambda *a, **k: (current, torch.zeros_like(current), None),
-            loss_type=loss_type, importance_sampling_level=level, epsilon_low=0.2, epsilon_high=0.2, beta=0.0,
+            loss_type="bnpo", importance_sampling_level=level, epsilon_low=0.2, epsilon_high=0.2, beta=0.0,
             top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, aux_loss_enabled=False,
             _entropy_bonus_enabled=False, current_gradient_accumulation_steps=1, accelerator=accelerator,
             max_completion_length=current.shape[1], model=types.SimpleNamespace(training=True),
             args=types.SimpleNamespace(delta=None, use_bias_correction_kl=False),
-            _metrics={"train": __import__("collections").defaultdict(list)}, **settings,
+            _metrics={"train": collections.defaultdict(list)},
         )  # fmt: skip
         ids = torch.zeros_like(mask, dtype=torch.int64)
         inputs = {
@@ -487,8 +488,8 @@ PEERS = {
     "verl gspo": lambda: (
         verl_policy_loss("gspo", clip_ratio_low=0.2, clip_ratio_high=0.2), "policy_loss", gates.gspo_token(0.2, 0.2),
     ),
-    "TRL bnpo": lambda: (trl_policy_loss("bnpo"), "policy_loss", gates.ppo_clip(0.2, 0.2)),
-    "TRL bnpo, sequence": lambda: (trl_policy_loss("bnpo", "sequence"), "policy_loss", gates.gspo(0.2, 0.2)),
+    "TRL bnpo": lambda: (trl_policy_loss(), "policy_loss", gates.ppo_clip(0.2, 0.2)),
+    "TRL bnpo, sequence": lambda: (trl_policy_loss("sequence"), "policy_loss", gates.gspo(0.2, 0.2)),
     "verl grpo": lambda: (verl_advantage("compute_grpo_outcome_advantage"), "grpo", None),
     "verl rloo": lambda: (verl_advantage("compute_rloo_outcome_advantage"), "rloo", None),
 }  # fmt: skip

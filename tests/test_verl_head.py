@@ -44,8 +44,8 @@ def with_head(model, name):
     return model
 
 
-def tokens_of(rows=3, length=9):
-    return torch.randint(1, 101, (rows, length), generator=torch.Generator().manual_seed(1))
+def tokens_of(rows=3):
+    return torch.randint(1, 101, (rows, 9), generator=torch.Generator().manual_seed(1))
 
 
 def scored(model, tokens, **given):

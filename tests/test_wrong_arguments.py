@@ -132,6 +132,7 @@ def _loss(**keywords):
 
 IDENTITY, BATCH = gates.Identity(), hpo.PackedBatch.from_lengths([3, 2])
 TOKENS, ROWS = torch.zeros(5), torch.ones(2)
+HUGE = 10**400  # beyond all floats
 LEVELS = _loss(gate=gates.gspo(), report=("levels",)).levels
 CALLED = {
     "gate": (gates.gspo, {}),
@@ -253,6 +254,13 @@ ERRORS = [
         "bounds: expected low and high of both signs, got 2 numbers",
     ),
     (lambda: gates.tis(0), "ratio_cap: expected an absolute ratio > 0 or None, got 0"),
+    (lambda: gates.dapo(eps_high=HUGE), "eps_high: expected a number that a float holds, got one beyond"),
+    (lambda: gates.vespo(k=(1.0, HUGE)), r"k\[1\]: expected a number that a float holds"),
+    (lambda: gates.Clip(high=(HUGE, 1.0)), "clip: high: expected a number that a float holds"),
+    (lambda: hpo.kl.k3(HUGE), "beta: expected a number that a float holds"),
+    (lambda: hpo.aggregation.token_mean(BATCH, total=HUGE), "total: expected a number that a float holds"),
+    (lambda: hpo.token_logprobs(TOKENS[:, None], TOKENS.long(), HUGE), "temperature: expected a number that a float"),
+    (lambda: hpo.advantages.gdpo(ROWS[None], None, [HUGE]), "weights: expected a number that a float holds"),
     # What is wrong with a part of what is made, behind the arguments it was made of.
     (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),
     (lambda: gates.dro(beta=-1), r"dro\(beta=-1\): head_numbers, penalty_coefficient: expected numbers >= 0"),

@@ -12,6 +12,7 @@ from ..checks import check, check_units
 from ..specs import Center, EpsMode, GroupTerm, Provenance, Scale
 from .terms import (
     Term,
+    about_group,
     as_advantages,
     check_eps,
     check_finite,
@@ -58,6 +59,21 @@ def grpo(
     check_choice("eps_mode", eps_mode, _EPS_MODES)
     rule = GroupTerm(Center.MEAN, Scale.GROUP, ddof, eps, _EPS_MODES[eps_mode], keeps_singletons(singleton))
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
+
+
+def grpo_of_exact(
+    exact: torch.Tensor,
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    ddof: int = 1,
+    eps: float,
+    mask: torch.Tensor | None = None,
+    backend: str | None,
+) -> torch.Tensor:
+    """:func:`grpo` of values ``exact``, computed in float64 from these rewards: members keep what tells them apart."""
+    worth = about_group(exact, rewards, group_ids, mask=mask, backend=backend)
+    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)

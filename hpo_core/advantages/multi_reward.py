@@ -10,7 +10,7 @@ import torch
 from ..checks import check, check_device, check_floating, check_units
 from ..segments import statistics
 from ..specs import GroupTerm, Provenance, Share
-from .flat import grpo, whiten
+from .flat import grpo_of_exact, whiten
 from .terms import (
     Term,
     about_group,
@@ -150,8 +150,7 @@ def vpo(
     seen = rewards.isfinite().all(dim=-1, keepdim=True)
     along = torch.where(seen, rewards, 0.0).double() @ directions.double().T  # [S, M, W]
     worth = torch.where(seen, along, -torch.inf).amax(dim=1).mean(dim=-1)
-    worth = about_group(worth, rewards, group_ids, mask=mask, backend=backend)
-    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    return grpo_of_exact(worth, rewards, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -186,8 +185,7 @@ def hila(
     check_units(success=success, is_deferred=is_deferred, is_created=is_created, group_ids=group_ids, mask=mask)
     check_finite(defer_cost=defer_cost, create_cost=create_cost)
     cost = defer_cost * is_deferred.double() + create_cost * (is_created & ~is_deferred).double()
-    worth = about_group(success.double() - cost, success, group_ids, mask=mask, backend=backend)
-    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    return grpo_of_exact(success.double() - cost, success, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -234,8 +232,7 @@ def unidoc_rl(
     earned = answer_weight * answer.double()
     worth = torch.where(exact > 0.5, steps + earned, torch.where(exact > 0, steps, 0.0))
     worth = torch.where(torch.isfinite(steps + earned), worth, torch.nan)
-    worth = about_group(worth, answer, group_ids, mask=mask, backend=backend)
-    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    return grpo_of_exact(worth, answer, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -272,5 +269,4 @@ def tool_star(
     exact = accuracy.double()
     earned = torch.where(is_multi_tool & (exact > 0), exact + bonus, exact)
     worth = torch.where(is_formatted | ~torch.isfinite(exact), earned, -1.0)
-    worth = about_group(worth, accuracy, group_ids, mask=mask, backend=backend)
-    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    return grpo_of_exact(worth, accuracy, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)

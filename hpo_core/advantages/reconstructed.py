@@ -10,7 +10,7 @@ import torch
 from ..checks import check, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import GroupTerm, Part, Provenance
-from .flat import grpo
+from .flat import grpo, grpo_of_exact
 from .returns import once
 from .schedules import craft_gui, datarus, v05_samples
 from .selection import ordered
@@ -144,8 +144,7 @@ def hi_agent(
     check(len(weights) == 3, "weights: expected 3 numbers (format, execution, future), got {}", len(weights))
     check_finite(**{f"weights[{at}]": weight for at, weight in enumerate(weights)})
     exact = sum((w * part.double() for w, part in zip(weights, parts, strict=True)), start=0 * parts[0].double())
-    worth = about_group(exact, format_rewards, group_ids, backend=backend)
-    return grpo(worth, group_ids, eps=eps, backend=backend)
+    return grpo_of_exact(exact, format_rewards, group_ids, eps=eps, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)
@@ -183,8 +182,7 @@ def a2fm_apo(
     instant = statistics(accuracy, group_ids, mask=scored & is_instant, backend=backend)
     spared = is_instant | (instant.members == 0) | (instant.mean < easy)
     exact = torch.where(spared, accuracy.double(), accuracy.double() * (1 - instant.mean.clamp(min=0) ** alpha))
-    worth = about_group(exact, accuracy, group_ids, mask=mask, backend=backend)
-    return grpo(worth, group_ids, eps=eps, mask=mask, backend=backend)
+    return grpo_of_exact(exact, accuracy, group_ids, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED)
@@ -372,8 +370,7 @@ def hc_grpo(
     check(costs.dim() == 2, "costs: expected shape [C, S] (one row per kind), got {}", list(costs.shape))
     for cost in costs:
         check_units(success=success, group_ids=group_ids, costs=cost)
-    worth = about_group(success.double() - costs.double().sum(dim=0), success, group_ids, backend=backend)
-    return grpo(worth, group_ids, eps=eps, backend=backend)
+    return grpo_of_exact(success.double() - costs.double().sum(dim=0), success, group_ids, eps=eps, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED, level="step")

@@ -9,8 +9,8 @@ import torch
 from ..checks import check, check_units
 from ..segments import statistics
 from ..specs import Provenance
-from .flat import grpo
-from .terms import about_group, check_finite, estimator, members_of
+from .flat import grpo_of_exact
+from .terms import check_finite, estimator, members_of
 
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)
@@ -46,8 +46,7 @@ def craft_gui(
     check_units(rule_rewards=rule_rewards, judged_rewards=judged_rewards, group_ids=group_ids, mask=mask)
     check_finite(judge_weight=judge_weight)
     worth = rule_rewards.double() + judge_weight * judged_rewards.double()
-    worth = about_group(worth, rule_rewards, group_ids, mask=mask, backend=backend)
-    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    return grpo_of_exact(worth, rule_rewards, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)
@@ -84,8 +83,7 @@ def datarus(
     check(0 <= progress <= 1, "progress: expected a number in [0, 1], got {}", progress)
     share = 0.5 + 0.5 * math.cos(math.pi * progress)
     worth = share * structure_rewards.double() + (1 - share) * model_rewards.double()
-    worth = about_group(worth, model_rewards, group_ids, mask=mask, backend=backend)
-    return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    return grpo_of_exact(worth, model_rewards, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED, level="selection")

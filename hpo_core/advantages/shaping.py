@@ -9,8 +9,8 @@ import torch
 from ..checks import check, check_units
 from ..segments import statistics
 from ..specs import Provenance
-from .flat import grpo
-from .terms import about_group, as_advantages, check_finite, estimator, grouped, known, scorable
+from .flat import grpo, grpo_of_exact
+from .terms import as_advantages, check_finite, estimator, grouped, known, scorable
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -52,8 +52,7 @@ def icpo(
     shaped = torch.where(is_steered & right, rewards.double() + bonus * (1 - progress), rewards.double())
     if rejected:
         mask = right | ~is_steered if mask is None else mask & (right | ~is_steered)
-    shaped = about_group(shaped, rewards, group_ids, mask=mask, backend=backend)
-    return grpo(shaped, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
+    return grpo_of_exact(shaped, rewards, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from .. import ops
-from ..arguments import check_choice, constant, constants, examines
+from ..arguments import as_float, check_choice, constant, constants, examines
 from ..batch import takes_padded
 from ..checks import check, check_floating, check_shape, check_units, require_type
 from ..distributed import ranks, sum_in_order, sum_of_ranks
@@ -177,10 +177,7 @@ def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[st
 
 def check_keywords(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
     """That what is ``known`` suffices to call an estimator, besides the rewards."""
-    others = [*inspect.signature(estimator).parameters.values()][1:]
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needs = [each.name for each in others if each.default is inspect.Parameter.empty and each.kind in named]
-    missing = [need for need in needs if need not in known]
+    missing = missing_keywords([*inspect.signature(estimator).parameters.values()][1:], known)
     check(
         not missing,
         "{}: {} needs {}, of which {} says nothing; fix it with functools.partial, or wrap it",
@@ -189,6 +186,13 @@ def check_keywords(name: str, estimator: Callable[..., Any], known: Sequence[str
         ", ".join(missing),
         source,
     )
+
+
+def missing_keywords(parameters: Iterable[inspect.Parameter], known: Collection[str]) -> list[str]:
+    """Those of the parameters that have no default and are not known."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needs = [each.name for each in parameters if each.default is each.empty and each.kind in named]
+    return [need for need in needs if need not in known]
 
 
 def keeps_singletons(singleton: str) -> bool:
@@ -221,7 +225,7 @@ def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **uni
         list(rewards.shape),
     )
     check_units(rewards=rewards[0], **units)
-    weights = [1.0] * rewards.shape[0] if weights is None else [float(weight) for weight in weights]
+    weights = [1.0] * rewards.shape[0] if weights is None else [as_float("weights", weight) for weight in weights]
     check(
         len(weights) == rewards.shape[0],
         "weights: expected {} numbers (one per reward), got {}",

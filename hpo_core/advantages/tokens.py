@@ -13,7 +13,7 @@ import torch
 
 from ..batch import PackedBatch
 from ..checks import check, check_precise, check_rows, check_tokens
-from ..gates.inputs import of_row, valid_tokens
+from ..gates.inputs import of_row, place_in_row, valid_tokens
 from ..segments import Chains, chains, dense_ids, recurrence, scan, statistics
 from ..specs import Provenance
 from .flat import whiten
@@ -246,10 +246,7 @@ def tir_otb(
     >>> tir_otb(torch.tensor([0.0, 0, 1, 0, 0]), batch.group_ids, batch, half, half)
     tensor([ 0.5000,  0.0000,  0.5000, -0.5000, -0.5000])
     """
-    row = batch.row_of_token()
-    counted = torch.cat([row.new_zeros(1), valid_tokens(batch).cumsum(0)])
-    before = counted[batch.cu_seqlens[:-1].to(torch.int64).clamp(0, batch.total_tokens)]
-    position = counted[:-1] - of_row(before, row, 0)
+    position = place_in_row(valid_tokens(batch), batch)
     return _against_positions(
         token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance, position, backend
     )

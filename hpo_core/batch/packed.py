@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
 from .hierarchy import Hierarchy, LeafTables, first_ranges, hierarchy_of, row_at, row_counts, trajectories_of
 from .levels import at_level
 from .structure import check_structure, check_zeros_and_ones, checked_tensors
+
+Made = TypeVar("Made")
 
 _STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
 
@@ -191,10 +193,9 @@ class PackedBatch:
     @property
     def row_counts(self) -> torch.Tensor:
         """Valid tokens of each row ``[S]`` int64: a copy, so that no change to it reaches a loss."""
-        counts: torch.Tensor = self.once(row_counts)
-        return counts.clone()
+        return self.once(row_counts).clone()
 
-    def once(self, make: Callable[..., Any], *arguments: Any, static: bool = False) -> Any:
+    def once(self, make: Callable[..., Made], *arguments: Any, static: bool = False) -> Made:
         """``make(self, *arguments)``, computed once, because every loss call needs counts and default weights.
 
         The result is kept until a tensor of the batch changes in place, for the stream that computed it. Inside a CUDA
@@ -213,7 +214,7 @@ class PackedBatch:
         key = (make, *arguments)
         kept = self._cache.get(key)
         if kept is not None and kept[0] == state:
-            return kept[1]
+            return kept[1]  # type: ignore[no-any-return]
         check(
             not capturing,
             "batch: expected a batch that an earlier call has seen, got a new or changed one inside a CUDA graph; "
@@ -245,8 +246,7 @@ class PackedBatch:
         """
         if self.trajectory_ids is None:
             return None
-        result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = self.once(trajectories_of)
-        return result
+        return self.once(trajectories_of)
 
     def hierarchy(self, units: tuple[Unit, ...]) -> Hierarchy:
         """The token ranges that tile the finest of ``units``, and the segment of each range at every unit; made once.
@@ -254,8 +254,7 @@ class PackedBatch:
         Raises:
             ValueError: the batch does not describe a unit.
         """
-        result: Hierarchy = self.once(hierarchy_of, units)
-        return result
+        return self.once(hierarchy_of, units)
 
     def leaf_tables(self, units: tuple[Unit, ...]) -> LeafTables:
         """The same for kernels, which need no table, and a new batch no launch, for what offsets say."""

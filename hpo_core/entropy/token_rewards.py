@@ -8,7 +8,7 @@ from ..advantages.terms import as_advantages, known
 from ..arguments import constant
 from ..batch import PackedBatch, row_counts
 from ..checks import check_rows
-from ..gates.inputs import of_row
+from ..gates.inputs import of_row, place_in_row
 from ..segments import dense_ids, statistics
 from ..specs import Provenance
 from .signals import preset, read
@@ -53,10 +53,7 @@ def gtpo(
     given, row = read(batch, entropy=entropy), batch.row_of_token()
     outcome = of_row(_outcomes(is_correct, batch), row, -1)
     right = of_row(is_correct, row, False)
-    count = given.usable.to(torch.int64).cumsum(0)
-    # The number of usable tokens before each row.
-    before = torch.nn.functional.pad(count, (1, 0))[batch.cu_seqlens[:-1].clamp(0, count.numel())]
-    position = torch.where(given.usable, count - of_row(before, row, 0), -1)
+    position = torch.where(given.usable, place_in_row(given.usable, batch), -1)
     sharers = dense_ids(outcome, position)
     shared = _shared(given.values, right, sharers, outcome, given.usable & (outcome >= 0), alpha, normalised, backend)
     return as_advantages(torch.where(given.broken, torch.nan, shared), entropy, backend)

@@ -82,7 +82,7 @@ def bapo_bounds(
         heights.append(min(heights[-1] + step, high[1]))
 
     def contribution(sign: int, bounded: torch.Tensor) -> torch.Tensor:
-        """Of the tokens whose advantage has this sign."""
+        """The sum over tokens whose advantage has this sign."""
         return sum_in_order(torch.where(counted & (sign * advantage > 0), sign * advantage * bounded, 0.0))
 
     sums = [contribution(-1, ratio.clamp(min=lower)) for lower in low]

@@ -97,8 +97,8 @@ def hapo_bounds(
     Where ``h <= 0`` the lower epsilon is ``eps_low (1 - alpha h)``; above, the upper one is ``eps_high (1 + alpha h)``.
 
     Args:
-        entropy: ``[T]`` in nats. A token whose entropy is not finite has no say and gets bounds of NaN, with which the
-            loss leaves it out and counts it.
+        entropy: ``[T]`` in nats. A token whose entropy is not finite is in no statistic and gets bounds of NaN, with
+            which the loss leaves it out and counts it.
         eps_low, eps_high, alpha: 0.2, 0.2 and 1, those of the recipes.
         pivot: the quantile as a fraction, ``(4, 5)`` in the recipes and the paper; the nearest order statistic. The
             code's function alone, without a recipe, has the median, ``(1, 2)``.
@@ -140,7 +140,7 @@ def chord_weight(logp: torch.Tensor) -> torch.Tensor:
 
     CHORD is ``(1 - mu) L_GRPO + mu L_SFT``, ``L_SFT = -w p (1 - p) logp`` on rows an expert wrote: two calls of the
     loss, with weights that are 0 on the rows of the other, under ``reinforce()`` with advantages of 1 for the expert's.
-    What the model is already sure of, or thinks impossible, hardly counts.
+    Tokens of which the model is sure, and tokens which it thinks impossible, hardly count.
 
     Args:
         logp: ``[T]`` or ``[B, L]``; a constant here.
@@ -371,7 +371,7 @@ def check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tenso
 
 
 def valid_tokens(batch: PackedBatch) -> torch.Tensor:
-    inside: torch.Tensor = batch.once(PackedBatch.row_of_token) >= 0
+    inside = batch.once(PackedBatch.row_of_token) >= 0
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 
@@ -379,6 +379,13 @@ def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Ten
     """Values of rows ``[S]`` at the tokens of these rows ``[T]``, ``nowhere`` at those of none."""
     # The row -1 is the last place: a batch may have no rows at all.
     return torch.cat((values, values.new_full((1,), nowhere)))[row]
+
+
+def place_in_row(tokens: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """How many of these tokens, ``[T]`` bool, come before each token in its row; no number of use outside all rows."""
+    before = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))
+    first = before[batch.cu_seqlens[:-1].clamp(0, tokens.numel())]
+    return before[:-1] - of_row(first, batch.once(PackedBatch.row_of_token), 0)
 
 
 def per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:
@@ -391,7 +398,7 @@ def per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -
 def _covariance(
     logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, level: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of advantage and log-probability, the advantage ``[T]``, and at which tokens both are numbers."""
+    """The covariance of advantage and log-probability, the advantage, and whether both are numbers; each ``[T]``."""
     check_policies(batch, logp)
     advantage, logp = per_token(advantages, batch, level), logp.detach()
     counted = valid_tokens(batch) & advantage.isfinite() & logp.isfinite()
@@ -423,5 +430,5 @@ def draws_of(numbers: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, as an unsigned number is."""
+    """``z >> bits`` of unsigned numbers."""
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..arguments import examines
 from ..checks import check
 from ..specs import Head, Penalty, Provenance
-from .parts import Drop, Identity
+from .parts import Drop, Identity, Pair
 from .ratio_gate import RatioGate
 
 
@@ -24,14 +24,7 @@ def sapo(positive: float = 1.0, negative: float = 1.05) -> RatioGate:
     >>> sapo().head_numbers
     (1.0, 1.05)
     """
-    return RatioGate(
-        "sapo",
-        Identity(),
-        head=Head.SIGMOID,
-        head_numbers=(positive, negative),
-        source="arXiv 2511.20347",
-        provenance=Provenance.VERIFIED,
-    )
+    return _under("sapo", Head.SIGMOID, "arXiv 2511.20347", (positive, negative))
 
 
 @examines
@@ -43,14 +36,7 @@ def spo(eps: float = 0.2) -> RatioGate:
     >>> spo().head_numbers
     (0.2, 0.2)
     """
-    return RatioGate(
-        "spo",
-        Identity(),
-        head=Head.SIMPLE,
-        head_numbers=(eps, eps),
-        source="arXiv 2401.16025",
-        provenance=Provenance.VERIFIED,
-    )
+    return _under("spo", Head.SIMPLE, "arXiv 2401.16025", (eps, eps))
 
 
 def bpo() -> RatioGate:
@@ -62,10 +48,7 @@ def bpo() -> RatioGate:
     >>> bpo().takes_target
     True
     """
-    needs = (("target", "gates.bpo_target(advantages)"),)
-    return RatioGate(
-        "bpo", Identity(), head=Head.TARGET, needs=needs, source="arXiv 2604.18578", provenance=Provenance.VERIFIED
-    )
+    return _under("bpo", Head.TARGET, "arXiv 2604.18578", target="gates.bpo_target(advantages)")
 
 
 def gbpo() -> RatioGate:
@@ -78,10 +61,7 @@ def gbpo() -> RatioGate:
     >>> gbpo().takes_target
     True
     """
-    needs = (("target", "gates.gbpo_target(rewards, group_ids)"),)
-    return RatioGate(
-        "gbpo", Identity(), head=Head.TARGET, needs=needs, source="arXiv 2604.18578", provenance=Provenance.VERIFIED
-    )
+    return _under("gbpo", Head.TARGET, "arXiv 2604.18578", target="gates.gbpo_target(rewards, group_ids)")
 
 
 @examines
@@ -104,14 +84,7 @@ def nft(floor: float = 1.0) -> RatioGate:
     >>> nft().first_order.name
     'SCALED'
     """
-    return RatioGate(
-        "nft",
-        Identity(),
-        head=Head.NEGATIVE_AWARE,
-        head_numbers=(0.0, floor),
-        source="arXiv 2505.18116",
-        provenance=Provenance.VERIFIED,
-    )
+    return _under("nft", Head.NEGATIVE_AWARE, "arXiv 2505.18116", (0.0, floor))
 
 
 @examines
@@ -123,7 +96,7 @@ def dro(beta: float = 0.1) -> RatioGate:
     >>> dro().first_order.name
     'EXACT'
     """
-    return _quadratic("dro", beta, "arXiv 2405.19107")
+    return _under("dro", Head.LOG, "arXiv 2405.19107", (beta, beta))
 
 
 @examines
@@ -136,7 +109,7 @@ def kimi(tau: float = 0.1) -> RatioGate:
     >>> kimi().head_numbers
     (0.1, 0.1)
     """
-    return _quadratic("kimi", tau, "arXiv 2501.12599")
+    return _under("kimi", Head.LOG, "arXiv 2501.12599", (tau, tau))
 
 
 @examines
@@ -200,7 +173,9 @@ def kl_cov(coefficient: float = 1.0) -> RatioGate:
     )
 
 
-def _quadratic(name: str, beta: float, source: str) -> RatioGate:
+def _under(name: str, head: Head, source: str, numbers: Pair = (0.0, 0.0), **needs: str) -> RatioGate:
+    """The method of a head on the ratio of the token, which no gate changes."""
     return RatioGate(
-        name, Identity(), head=Head.LOG, head_numbers=(beta, beta), source=source, provenance=Provenance.VERIFIED
-    )
+        name, Identity(), head=head, head_numbers=numbers, needs=tuple(needs.items()), source=source,
+        provenance=Provenance.VERIFIED,
+    )  # fmt: skip

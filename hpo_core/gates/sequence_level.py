@@ -29,13 +29,8 @@ def gspo(eps_low: float = 3e-4, eps_high: float = 4e-4) -> RatioGate:
     >>> gspo().first_order.name
     'SEGMENT_MEAN'
     """
-    return RatioGate(
-        "gspo",
-        Drop(),
-        (Level(pessimistic_clip(eps_low, eps_high)),),
-        source="arXiv 2507.18071",
-        provenance=Provenance.VERIFIED,
-    )
+    level = Level(pessimistic_clip(eps_low, eps_high))
+    return RatioGate("gspo", Drop(), (level,), source="arXiv 2507.18071", provenance=Provenance.VERIFIED)
 
 
 @examines
@@ -78,13 +73,8 @@ def luspo(eps_low: float = 2e-3, eps_high: float = 2.5e-3) -> RatioGate:
     >>> logp.grad
     tensor([-0.5000, -0.5000, -0.5000, -0.5000])
     """
-    return RatioGate(
-        "luspo",
-        Drop(),
-        (Level(pessimistic_clip(eps_low, eps_high)),),
-        source="arXiv 2602.05261",
-        provenance=Provenance.VERIFIED,
-    )
+    level = Level(pessimistic_clip(eps_low, eps_high))
+    return RatioGate("luspo", Drop(), (level,), source="arXiv 2602.05261", provenance=Provenance.VERIFIED)
 
 
 @examines

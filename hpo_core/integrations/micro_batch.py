@@ -12,6 +12,7 @@ from .. import aggregation, gates
 from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..gates import Clip, Drop, Level, RatioGate
+from ..gates.inputs import valid_tokens
 from ..kl import KLPenalty
 from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, SLOTS, Metrics
@@ -120,11 +121,8 @@ def token_loss(
     if above is None or kl is None:
         return out
     # The kernel leaves out tokens without a log-ratio or a weight, and tokens of no row; so does this sum.
-    row = batch.row_of_token()
-    weight = weights[row].reshape(above.shape)
-    counted = above & (row >= 0).reshape(above.shape) & weight.isfinite()
-    if batch.mask is not None:
-        counted &= batch.mask.reshape(above.shape)
+    weight = weights[batch.row_of_token()].reshape(above.shape)
+    counted = above & valid_tokens(batch).reshape(above.shape) & weight.isfinite()
     if old_logp is not None:
         counted &= ~(logp.detach() - old_logp).isnan()
     return out._replace(loss=out.loss + kl.beta * _MOST_K3 * torch.where(counted, weight, 0.0).sum())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..advantages.terms import accepted_keywords
+from ..advantages.terms import accepted_keywords, missing_keywords
 from ..checks import check, require_type
 from ..gates import GateInputs, RatioGate
 
@@ -58,9 +58,7 @@ def check_keywords(name: str, function: Callable[..., Any], available: Collectio
     """The parameters of a function, after a check that it needs none but the available ones."""
     require_type(callable(function), "{}: expected a function, got {}", name, type(function))
     parameters = inspect.signature(function).parameters
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needs = [each.name for each in parameters.values() if each.default is each.empty and each.kind in named]
-    missing = [need for need in needs if need not in available]
+    missing = missing_keywords(parameters.values(), available)
     check(
         not missing,
         "{}: expected a function of {}, got one that needs {} too; fix it with functools.partial, or wrap it",

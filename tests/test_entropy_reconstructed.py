@@ -93,10 +93,9 @@ def test_semantic_entropy(drawn):
     plain, shaped = [], []
     for unit in range(count):
         same = [clusters[other] for other in range(count) if groups[other] == groups[unit] >= 0]
-        found = Counter(cluster for cluster in same if cluster >= 0)
-        shares = [n / len(same) for n in found.values()]
-        total = sum(found.values())
-        plain.append(-sum(n / total * math.log(n / len(same)) for n in found.values()) if total else 0.0)
+        same = [cluster for cluster in same if cluster >= 0]
+        shares = [n / len(same) for n in Counter(same).values()]
+        plain.append(-sum(p * math.log(p) for p in shares))
         surprise = -statistics.fmean(map(math.log, shares)) if shares else 0.0
         shaped.append(own[unit] * (1 - 0.5 * surprise / math.log(len(same)) if len(same) > 1 else 1.0))
     ids = torch.tensor(clusters, device=drawn.device), torch.tensor(groups, device=drawn.device)

@@ -159,9 +159,9 @@ def funrl(
     check_bonus(alpha, kappa)
     given = read(batch, entropy=entropy)
     mean = means_of_segments(given.values, batch.row_of_token(), batch.rows, given.usable & mask, backend)
-    own = advantages.detach().double()
+    own = known(advantages.detach().double())
     bonus = two_knot(mean, low=(0.0, alpha), high=(0.0, alpha), most=own.abs() / kappa)
-    return as_advantages(known(own) + known(bonus), advantages, backend)
+    return as_advantages(own + known(bonus), advantages, backend)
 
 
 @preset(Provenance.RECONSTRUCTED, differentiable=True)

@@ -21,12 +21,14 @@ def test_every_function_says_that_it_is_reconstructed():
 
 @on_random_batches
 def test_funrl(drawn):
+    """And an advantage that is not finite is 0, of which no bonus is a part."""
     own, thought = drawn.normal(len(drawn.rows)), drawn.draw.random(drawn.tokens) < 0.6
+    own[:1] = [math.inf if drawn.broken else math.nan][: len(own)]
     expected = []
     for row, places in enumerate(drawn.rows):
         numbers = [drawn.entropy[t] for t in places if thought[t]]
         bonus = min(0.3 * statistics.fmean(numbers), abs(own[row]) / 1.5) if numbers else 0.0
-        expected.append(own[row] + bonus)
+        expected.append(own[row] + bonus if row > 0 else 0.0)
     given = drawn.tensor(own), drawn.tensor(drawn.entropy), drawn.tensor(thought), drawn.batch
     drawn.agrees(R.funrl(*given, alpha=0.3, kappa=1.5, backend=drawn.backend), expected)
 
@@ -93,10 +95,9 @@ def test_semantic_entropy(drawn):
     plain, shaped = [], []
     for unit in range(count):
         same = [clusters[other] for other in range(count) if groups[other] == groups[unit] >= 0]
-        found = Counter(cluster for cluster in same if cluster >= 0)
-        shares = [n / len(same) for n in found.values()]
-        total = sum(found.values())
-        plain.append(-sum(n / total * math.log(n / len(same)) for n in found.values()) if total else 0.0)
+        same = [cluster for cluster in same if cluster >= 0]
+        shares = [n / len(same) for n in Counter(same).values()]
+        plain.append(-sum(p * math.log(p) for p in shares))
         surprise = -statistics.fmean(map(math.log, shares)) if shares else 0.0
         shaped.append(own[unit] * (1 - 0.5 * surprise / math.log(len(same)) if len(same) > 1 else 1.0))
     ids = torch.tensor(clusters, device=drawn.device), torch.tensor(groups, device=drawn.device)

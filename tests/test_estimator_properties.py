@@ -292,11 +292,13 @@ def some(units, lacking, name, random):
 
 
 def unscored(units, absent, name):
-    """A reward is NaN; of a trajectory the last, which every return of it contains but those of hiper's sub-goals."""
+    """A reward is NaN or infinite; of a trajectory the last, which every return of it contains but those of hiper's
+    sub-goals."""
     if name in CHAINED - {"hiper"}:
         absent = absent & [own not in units.trajectory[at + 1 :] for at, own in enumerate(units.trajectory)]
     scores = ("reward", "number", "length") if name in OF_LENGTHS else ("reward", "number")
-    return units._replace(**{score: np.where(absent, np.nan, getattr(units, score)) for score in scores})
+    nothing = np.resize([np.nan, -np.inf, np.inf], len(absent))
+    return units._replace(**{score: np.where(absent, nothing, getattr(units, score)) for score in scores})
 
 
 def outside(units, absent, name):

@@ -502,6 +502,13 @@ def test_mars2_knows_trees_and_shapes_in_place(backend):
     close(deep, A.grpo(t(*values), None, eps=1e-9, **b).tolist(), 4e-6)
 
 
+def test_a_parent_in_another_prompt_counts_with_its_own_reward(backend):
+    t, b = on(backend)
+    tree, ids = (t(5.0, 6.0, 8.0, 7.0), t(-1, 0, 1, 2)), t(0, 1, 1, 1)
+    for compat, shaped in (("paper", t(5.0, 6.3, 8.6, 6.7)), ("code", t(5.0, 6.3, 8.51, 6.547))):
+        close(A.mars2(*tree, ids, compat=compat, **b), A.grpo(shaped, ids, eps=1e-9, **b).tolist())
+
+
 def test_archer_takes_the_smaller_of_both_values(backend):
     t, b = on(backend)
     given = t(1.0, 1), t(0.5, 2), t(0.25, 0.5)

@@ -411,6 +411,8 @@ def test_first_tokens_must_not_count():
     assert padded.padded_shape == (2, 3) and padded.mask.tolist() == [False, True, True] * 2
     for empty in (hpo.PackedBatch.from_lengths([]), hpo.PackedBatch.from_lengths([0, 0])):
         assert hpo.token_logprobs(logits[:0], tokens[:0], batch=empty).logp.shape == (0,)
+        of_no_stride = logits[:0, :1].expand(0, logits.shape[-1])  # contiguous() returns it as it is
+        assert hpo.token_logprobs(of_no_stride, tokens[:0], batch=empty).logp.shape == (0,)
 
 
 def test_first_tokens_that_nobody_could_look_for_are_nan():

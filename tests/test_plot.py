@@ -4,6 +4,7 @@ import inspect
 import math
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -312,6 +313,13 @@ def test_window_means_are_dots_and_what_selected_windows_hold_is_shaded():
         close(dict(zip(x, y, strict=True)), {at: mean for at, mean in means.items() if keep(mean)})
     shaded = {round(patch.get_x() + 0.5) for patch in axes.patches if patch.get_alpha() == 0.25}
     assert shaded == {at + k for at, mean in means.items() if mean >= threshold for k in range(3)}
+
+
+def test_what_a_window_of_any_width_holds_is_shaded_but_no_masked_token():
+    batch = hpo.PackedBatch.from_lengths([4], mask=torch.tensor([True, False, True, False]))
+    window = hpo.entropy.EntropyWindow("row", Fraction(1, 2), -(2**62), 2**62, boundary="shrink")
+    axes = plot.entropy_window(H[:4], batch, window)
+    assert {round(patch.get_x() + 0.5) for patch in axes.patches if patch.get_alpha() == 0.25} == {0, 2}
 
 
 # ----------------------------------------------------------------------------------------------------------- what fails

@@ -174,6 +174,7 @@ SPECIAL = {
     "kl": {},
     "grpo": {
         "groups do not see each other": lambda rewards, group_ids: grpo(rewards, group_ids) * rewards.sum(),
+        "a reward that is not finite": lambda rewards, group_ids: grpo(rewards.nan_to_num(0.0, 0.0, 0.0), group_ids),
         "identical": lambda rewards, group_ids: grpo(rewards, group_ids) + 1e-9,
         "an offset": lambda rewards, group_ids: grpo(rewards.bfloat16().float(), group_ids),
     },

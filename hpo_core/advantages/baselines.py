@@ -158,7 +158,8 @@ def a_star(
     group = statistics(rewards, group_ids, mask=mask, backend=backend)
     lead = rewards.double() - group.greatest  # at most 0 for members, so no exponential of theirs overflows
     # exp less 1 and its inverse: with a large beta the mean of the exponentials rounds to 1
-    mean = statistics((lead / beta).expm1(), group_ids, mask=mask, backend=backend).mean
+    scored = scorable(rewards, mask)  # the exponential of a reward of -inf is a number
+    mean = statistics((lead / beta).expm1(), group_ids, mask=scored, backend=backend).mean
     receives = members_of(rewards, group, mask if apply_mask is None else apply_mask)
     exact = lead - beta * torch.where(receives, mean, 0.0).log1p()
     return as_advantages(torch.where(receives, exact, 0.0), rewards, backend)

@@ -271,7 +271,8 @@ def mars2(
     least = statistics(rewards, group_ids, backend=backend).least  # an offset of the prompt costs no digits of float32
     exact = torch.where((group_ids >= 0) & ~lost, rewards.double() - least, torch.nan)
     others = ((family.mean - least) * family.members - exact) / (family.members - 1).clamp(min=1)
-    parent = exact[own.clamp(min=0)] if rewards.numel() else exact
+    place = own.clamp(min=0)
+    parent = exact[place] + (least[place] - least)  # a parent in another prompt has another offset
     has_parent, has_siblings = (own >= 0) & torch.isfinite(parent), family.members > 1
     mixed = (1 - siblings) * parent + siblings * others
     baseline = torch.where(

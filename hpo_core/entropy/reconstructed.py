@@ -159,9 +159,9 @@ def funrl(
     check_bonus(alpha, kappa)
     given = read(batch, entropy=entropy)
     mean = means_of_segments(given.values, batch.row_of_token(), batch.rows, given.usable & mask, backend)
-    own = advantages.detach().double()
+    own = known(advantages.detach().double())
     bonus = two_knot(mean, low=(0.0, alpha), high=(0.0, alpha), most=own.abs() / kappa)
-    return as_advantages(known(own) + known(bonus), advantages, backend)
+    return as_advantages(own + known(bonus), advantages, backend)
 
 
 @preset(Provenance.RECONSTRUCTED, differentiable=True)
@@ -275,7 +275,8 @@ def semantic_entropy(
     ``[U]`` float32 nats.
 
     Args:
-        cluster_ids: ``[U]`` integers: answers with the same meaning, or HICRA's strategic phrases of a batch.
+        cluster_ids: ``[U]`` integers: answers with the same meaning, or HICRA's strategic phrases of a batch. A unit
+            with a negative id is in no cluster and in no share.
         group_ids: ``[U]``; None: one group.
 
     >>> semantic_entropy(torch.tensor([1, 1, 2, 2]))
@@ -302,7 +303,8 @@ def seed_grpo(
 
     Args:
         advantages: ``[S]``.
-        cluster_ids: ``[S]``, equal for answers with the same meaning.
+        cluster_ids: ``[S]``, equal for answers with the same meaning; negative: its meaning is unknown, and the answer
+            is none of the G.
         alpha: no number is known; at 1 a prompt whose answers all differ teaches nothing.
 
     Assumed: the linear of the three decreasing functions that are named, and shares of answers, not of probability.
@@ -312,7 +314,7 @@ def seed_grpo(
     """
     check_units(advantages=advantages, cluster_ids=cluster_ids, group_ids=group_ids)
     surprise = _surprise(cluster_ids, group_ids, per_cluster=True, backend=backend)
-    size = statistics(torch.ones_like(advantages), group_ids, backend=backend).members
+    size = statistics(torch.ones_like(advantages), group_ids, mask=cluster_ids >= 0, backend=backend).members
     most = torch.where(size > 1, size, math.e).log()
     factor = torch.where(size > 1, 1 - alpha * surprise / most, 1.0)
     return as_advantages(known(advantages.detach().double() * factor), advantages, backend)
@@ -325,8 +327,8 @@ def _surprise(
     units = torch.ones_like(cluster_ids, dtype=torch.float32)
     groups = torch.zeros_like(cluster_ids) if group_ids is None else group_ids
     of_cluster = statistics(units, dense_ids(groups, cluster_ids), backend=backend).members
-    of_group = statistics(units, groups, backend=backend).members
     known_unit = of_cluster > 0
+    of_group = statistics(units, groups, mask=known_unit, backend=backend).members
     surprise = torch.where(known_unit, -(of_cluster / of_group.clamp(min=1)).clamp(min=1e-300).log(), 0.0)
     weights = 1 / of_cluster.clamp(min=1) if per_cluster else torch.ones_like(of_cluster)
     return statistics(surprise, groups, weights=weights, mask=known_unit, backend=backend).mean

@@ -206,7 +206,7 @@ def _check_rows(rows: LogitRows, backend: str) -> None:
     check_dtype("logits", logits, LOGITS, "use logits.float()")
     check(logits.dim() > 0 and logits.shape[-1] > 0, "logits: expected shape [..., V], got {}", list(logits.shape))
     check(
-        logits.stride(-1) == 1 or logits.shape[-1] == 1,
+        logits.stride(-1) == 1 or logits.shape[-1] == 1 or logits.numel() == 0,
         "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
         logits.stride(-1),
     )

@@ -10,7 +10,7 @@ import torch
 from ..arguments import examines
 from ..batch import PackedBatch, as_batch
 from ..checks import check, require_type
-from ..entropy import EntropyWindow, WindowState
+from ..entropy import EntropyWindow, Window, WindowState, cover
 from .canvas import BLUE, GREEN, GREY, ORANGE, RED, axes_of
 
 if TYPE_CHECKING:
@@ -59,18 +59,19 @@ def entropy_window(
     entropy, batch = entropy.detach(), as_batch(batch)
     check(0 <= row < batch.rows, "row: expected 0 to {}, got {}", batch.rows - 1, row)
     state = window.fit(entropy, batch) if state is None else state
-    found = (entropy, window.score(entropy, batch), window.apply(entropy, batch, state))
+    chosen = window.apply(entropy, batch, state)
+    inside = cover(chosen.reshape(-1), batch, Window(window.first, window.last))
     begin, end = (int(offset) for offset in batch.cu_seqlens[row : row + 2])
-    values, score, selected = (each.reshape(-1)[begin:end].cpu() for each in found)
+    found = (entropy, window.score(entropy, batch), chosen, inside)
+    values, score, selected, shaded = (each.reshape(-1)[begin:end].cpu() for each in found)
     valid = torch.ones_like(selected) if batch.mask is None else batch.mask.reshape(-1)[begin:end].cpu()
     count = end - begin
     check(labels is None or len(labels) == count, "labels: expected one for each of {} tokens, got {}", count, labels)
     drawn = axes_of("entropy_window", axes, (min(14.0, 4.5 + 0.16 * count), 3.4))
     several = window.first != window.last
     if several:
-        inside = {at + k for at in selected.nonzero().flatten().tolist() for k in range(window.first, window.last + 1)}
         label: str | None = "in a selected window"
-        for at in sorted(inside & set(range(count))):
+        for at in shaded.nonzero().flatten().tolist():
             drawn.axvspan(at - 0.5, at + 0.5, color=ORANGE, alpha=0.25, lw=0, label=label)
             label = None
     for is_selected, colour in ((True, BLUE), (False, GREY)):

@@ -127,6 +127,17 @@ def _(run: Run, drawn: Rewards) -> None:
         same("the advantages", dirty, clean, f"with {poison} at masked units")
 
 
+@promise("advantages", "a reward that is not finite is in no statistic")
+def _(run: Run, drawn: Rewards) -> float:
+    example, estimator = drawn
+    worst, lost = 0.0, torch.arange(example.rewards.numel(), device="cpu") % 4 == 1
+    for nothing in (math.nan, math.inf, -math.inf):
+        changed = example._replace(rewards=torch.where(lost, nothing, example.rewards))
+        where = f"the advantages with rewards of {nothing}"
+        worst = max(worst, assert_within_budget(where, run(changed), estimator.without_nan(changed)))
+    return worst
+
+
 @promise("advantages", "identical rewards get exactly 0")
 def _(run: Run, drawn: Rewards) -> None:
     example, estimator = drawn

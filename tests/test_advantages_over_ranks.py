@@ -54,7 +54,7 @@ CALLS = {
         u["rewards"].nan_to_num(), u["groups"], u["trajectories"]
     ),
     "hgpo": lambda wrap, u: wrap(A.hgpo)(u["rewards"].nan_to_num(), u["groups"], u["trajectories"], u["anchors"]),
-    "treepo": lambda wrap, u: wrap(A.treepo)(u["rewards"], [u["groups"], u["anchors"]]),
+    "treepo": lambda wrap, u: wrap(A.treepo)(u["rewards"], (u["groups"], u["anchors"])),
     "peco": lambda wrap, u: wrap(A.peco)(u["rewards"], u["groups"], u["flags"]),
     "equal rewards": lambda wrap, u: wrap(A.grpo)(torch.full_like(u["rewards"], 0.1), u["groups"], eps=0.0),
 }

@@ -31,9 +31,9 @@ def over_ranks(
 
     Args:
         estimator: one of rows or steps, or ``functools.partial`` of one, that returns ``[U]``. Of its arguments the
-            first and all one-dimensional tensors, alone or in a list, are gathered: they belong to units. Ids must mean
-            the same on every rank (rows of a batch without ``trajectory_ids`` have none that do); places among the
-            units (``parents``, ``sources``) do not.
+            first and all one-dimensional tensors, alone, in a list or in a tuple, are gathered: they belong to units.
+            Ids must mean the same on every rank (rows of a batch without ``trajectory_ids`` have none that do); places
+            among the units (``parents``, ``sources``) do not.
         process_group: ranks of which no two have the same unit, such as a piece of one response each: it would count
             for each of them. Default: all processes.
         tables: gather the statistics of groups instead of the units: 56 bytes per group, rank and statistic, for many
@@ -125,8 +125,8 @@ def _everywhere(group: torch.distributed.ProcessGroup, of_rewards: str | None, n
 
     Not a closure that calls itself: the cycle would keep the process group, and its threads, beyond its destruction.
     """
-    if isinstance(given, list):
-        return [_everywhere(group, of_rewards, name, each) for each in given]
+    if type(given) in (list, tuple):
+        return type(given)(_everywhere(group, of_rewards, name, each) for each in given)
     if not isinstance(given, torch.Tensor) or given.dim() != 1 or name == of_rewards:
         return given
     return torch.cat(gather(given, group, name))

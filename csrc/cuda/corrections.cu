@@ -37,10 +37,12 @@ struct Call {
         from(compared(args)),
         wide(allows_wide(args.mask, 4)) {
     this->args.logp = from.first, this->args.old_logp = from.second;
-    const float* per_token = args.advantage_per_token ? args.advantages : nullptr;
-    for (const float* array : {from.first, from.second, per_token, static_cast<const float*>(correction.factor)}) {
-      wide &= allows_wide(array, 16);
-    }
+    // No factor depends on them, and read_inputs would read what is given.
+    this->args.entropy = this->args.score = this->args.low = this->args.high = nullptr;
+    this->args.token_mask = nullptr;
+    const float* advantages = args.advantage_per_token ? args.advantages : nullptr;
+    const float* arrays[] = {from.first, from.second, advantages, args.token_weight, correction.factor};
+    for (const float* array : arrays) wide &= allows_wide(array, 16);
     workspace.place(args.workspace, hierarchy.leaves);
     if (hierarchy.stage != Stage::whole) workspace.segments = hierarchy.tables.sums;
   }

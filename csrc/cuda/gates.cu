@@ -89,7 +89,7 @@ __device__ __forceinline__ bool has_valid(const PolicyLossArgs& args, int64_t be
 #pragma unroll 1
     for (; open != 0 && !valid; open &= open - 1) {
       const int64_t token = first + (__ffs(int(open)) - 1) * kWarp;
-      valid = !args.old_logp || !log_ratio(__ldg(args.logp + token), __ldg(args.old_logp + token)).nan;
+      valid = !log_ratio(__ldg(args.logp + token), __ldg((args.old_logp ? args.old_logp : args.logp) + token)).nan;
       if (REFERENCE) valid &= !log_ratio(__ldg(args.logp + token), __ldg(args.ref_logp + token)).nan;
     }
     if (__any_sync(kFullWarp, valid)) return true;

@@ -16,6 +16,7 @@ from hpo_core import gates, ops, testing
 from hpo_core.backends import resolve
 from hpo_core.gates import Action, Channel, Correction, Reduction, Statistic, Unit
 from hpo_core.specs import PolicyLossInputs
+from hpo_core.testing.promises import shifted
 
 INF = math.inf
 
@@ -218,6 +219,20 @@ def test_tokens_outside_all_leaves_get_their_weight_whatever_it_is(native_backen
         assert bare.tolist() == pytest.approx([1.0, e, 1.0, 1.0, e, 1.0]), backend
         weighted = factors(backend, pairs, of_step, batch, token_weight=weight)
         assert weighted.tolist() == pytest.approx((bare.double().cpu() * weight).tolist()), backend
+
+
+@pytest.mark.parametrize("unit", [None, Unit.TRAJECTORY])
+def test_no_input_needs_to_begin_on_a_boundary(unit, native_backends):
+    """At the op: each input of tokens by itself, also those of the loss that a correction does not read."""
+    pairs, tokens = [(-1.0, -1.5), (-1.0, -0.5)] * 32, 64
+    given = {name: torch.linspace(0.5, 1.5, tokens) for name in ("token_weight", "entropy", "score", "low", "high")}
+    given |= {"mask": torch.arange(tokens) % 5 > 0, "token_mask": torch.ones(tokens, dtype=torch.bool)}
+    correction, threshold = Correction(Action.CLAMP, unit=unit), torch.zeros(1)
+    for backend in native_backends:
+        expected = factors(backend, pairs, correction, **given, threshold=threshold)
+        for name, values in given.items():
+            got = factors(backend, pairs, correction, **(given | {name: shifted(values)}), threshold=threshold)
+            assert torch.equal(got, expected), (backend, name)
 
 
 @pytest.mark.parametrize(("end", "mask"), [(3, None), (4, torch.tensor([1, 1, 1, 0, 1, 1]))])

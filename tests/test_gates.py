@@ -635,7 +635,8 @@ def test_a_row_counts_wherever_its_valid_token_is(backend, at, nan):
         mask |= place == 1500 + at
     logp = torch.where(mask, -1.0, math.nan) if nan else torch.full((4500,), -1.0)
     batch = hpo.PackedBatch.from_lengths([1500, 2000, 1000], mask=None if nan else mask)
-    out = hpo.policy_loss_and_grad(
-        logp, logp, torch.ones(3), batch, advantage_level="row", weights=torch.ones(3), backend=backend
-    )
-    assert out.metrics["rows"] == 1 + (at is not None)
+    for old_logp in (logp, None):
+        out = hpo.policy_loss_and_grad(
+            logp, old_logp, torch.ones(3), batch, advantage_level="row", weights=torch.ones(3), backend=backend
+        )
+        assert out.metrics["rows"] == 1 + (at is not None)

@@ -177,9 +177,9 @@ MUTANTS = {
         "test_hierarchy.test_a_long_leaf_is_shared_by_many_workers", {"gate": gates.fiberpo(0.05, (0.03, 0.02))},
     ),
     "cuda: sums begin before every block has cleared its share": Mutant(
-        "cuda_emulated", "cuda/hierarchy_sums.cuh",
-        "check_leaves(hierarchy, args, workspace.counted);\n  sync_grid();",
-        "check_leaves(hierarchy, args, workspace.counted);",
+        "cuda_emulated", "cuda/leaves.cuh",
+        "if (threadIdx.x == 0) counted.broken[blockIdx.x] = any;\n  sync_grid();",
+        "if (threadIdx.x == 0) counted.broken[blockIdx.x] = any;",
         "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
     "cuda: a gradient returns before all its terms are added": Mutant(
@@ -207,8 +207,7 @@ MUTANTS = {
     ),
     "cuda: coefficients are added before the largest is known": Mutant(
         "cuda_emulated", "cuda/hierarchy_sums.cuh",
-        "sync_grid();\n  if (!idle) add_coefficients(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));",
-        "if (!idle) add_coefficients(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));",
+        "sync_grid();\n  add_coefficients(call, leaves);", "add_coefficients(call, leaves);",
         "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
     "cuda: what lies in no leaf is not cleared": Mutant(
@@ -384,6 +383,11 @@ MUTANTS = {
         "cpu", "cpu/hierarchy_tokens.h",
         "scored(value * logp)", "value * logp",
         "test_promises.test_the_largest_products", {"name": "hierarchy: score"},
+    ),
+    "cuda: a correction takes vectors for aligned": Mutant(
+        "cuda_emulated", "cuda/corrections.cu",
+        "allows_wide(array, 16)", "true",
+        "test_corrections.test_no_input_needs_to_begin_on_a_boundary", {"unit": None},
     ),
     "cuda: what a tile has of far tokens is not added": Mutant(
         "cuda_emulated", "cuda/corrections.cu",

@@ -37,21 +37,17 @@ struct Call {
         from(compared(args)),
         wide(allows_wide(args.mask, 4)) {
     this->args.logp = from.first, this->args.old_logp = from.second;
-    const float* per_token = args.advantage_per_token ? args.advantages : nullptr;
-    for (const float* array : {from.first, from.second, per_token, static_cast<const float*>(correction.factor)}) {
-      wide &= allows_wide(array, 16);
-    }
+    // No factor depends on them, and read_inputs would read what is given.
+    this->args.entropy = this->args.score = this->args.low = this->args.high = nullptr;
+    this->args.token_mask = nullptr;
+    const float* advantages = args.advantage_per_token ? args.advantages : nullptr;
+    const float* arrays[] = {from.first, from.second, advantages, args.token_weight, correction.factor};
+    for (const float* array : arrays) wide &= allows_wide(array, 16);
     workspace.place(args.workspace, hierarchy.leaves);
     if (hierarchy.stage != Stage::whole) workspace.segments = hierarchy.tables.sums;
   }
 
   __device__ __forceinline__ bool reaches(Stage stage) const { return does(hierarchy, stage); }
-
-  __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, int(gridDim.x)); }
-
-  __device__ __forceinline__ Leaves leaves(bool broken, int blocks) const {
-    return get_leaves(hierarchy, args, workspace.counted, broken, blocks);
-  }
 
   __device__ __forceinline__ int64_t* words_of(int leaf) const {
     return workspace.segments + ancestor_of(hierarchy, 0, leaf) * kWords;
@@ -70,11 +66,13 @@ struct Call {
   }
 };
 
-__device__ __forceinline__ void prepare(const Call& call) {
+// Returns the leaves that count.
+__device__ __forceinline__ Leaves prepare(const Call& call) {
   if (call.hierarchy.depth > 0 && call.reaches(Stage::sums)) clear(call.workspace.segments, call.hierarchy.leaves * kWords);
   if (call.args.token_weight) copy(call.correction.factor, call.args.token_weight, call.args.tokens);
   else fill_tokens(call.correction.factor, call.args.tokens, call.wide, 1.0f);
-  check_leaves(call.hierarchy, call.args, call.workspace.counted);
+  const Counted& counted = call.workspace.counted;
+  return get_leaves(call.hierarchy, call.args, counted, check_leaves(call.hierarchy, call.args, counted));
 }
 
 __device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& tile) {
@@ -134,14 +132,12 @@ __device__ __forceinline__ void write_factors(const Call& call, const Leaves& le
 
 template <bool OF_SEGMENTS>
 __global__ void __launch_bounds__(kThreads, 3) correct_tokens(const Call call) {
-  prepare(call);
-  sync_grid();
-  const bool broken = call.broken(), first = blockIdx.x == 0;
-  if (broken && first) list_broken(call.hierarchy, call.args, call.workspace.counted);
-  if (OF_SEGMENTS && call.reaches(Stage::sums) && (!broken || first))
-    reduce_leaves(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));
-  if (OF_SEGMENTS || broken) sync_grid();
-  if (call.reaches(Stage::sweep)) write_factors<OF_SEGMENTS>(call, call.leaves(broken, int(gridDim.x)));
+  const Leaves leaves = prepare(call);
+  if constexpr (OF_SEGMENTS) {
+    if (call.reaches(Stage::sums)) reduce_leaves(call, leaves);
+    sync_grid();
+  }
+  if (call.reaches(Stage::sweep)) write_factors<OF_SEGMENTS>(call, leaves);
 }
 
 template <bool OF_SEGMENTS>

@@ -28,7 +28,7 @@ namespace {
 
 template <int ENTERING>
 __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call) {
-  const Leaves leaves = call.leaves(call.broken(), int(gridDim.x));
+  const Leaves leaves = call.leaves(call.broken());
   if (call.does(Stage::reduce_grad)) couple_segments(call, leaves);
   if (!call.does(Stage::broadcast_grad)) return;
   if (call.hierarchy.stage == Stage::whole) sync_grid();
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call)
 // The delivery under a settled gate, of a call in stages: of one that is whole the sweep has written everything.
 __global__ void __launch_bounds__(kThreads, 3) deliver_settled(const Call call) {
   HPO_SHARED(Work, works, [kWarps]);
-  const Leaves leaves = call.leaves(call.broken(), int(gridDim.x));
+  const Leaves leaves = call.leaves(call.broken());
   if (call.does(Stage::reduce_grad)) return add_coefficients(call, leaves);
   for_each_unit(leaves, [&](int, const LeafUnit& unit) {
     Work& work = works[warp_in_block()];

@@ -81,8 +81,8 @@ struct Call : TokenCall {
 
   __device__ __forceinline__ bool broken() const { return any_of(workspace.counted.broken, first_blocks); }
 
-  __device__ __forceinline__ Leaves leaves(bool broken, int blocks) const {
-    return get_leaves(hierarchy, gate.args, workspace.counted, broken, blocks);
+  __device__ __forceinline__ Leaves leaves(bool broken) const {
+    return get_leaves(hierarchy, gate.args, workspace.counted, broken);
   }
 
   // The part of it that is aggregated.

@@ -4,8 +4,8 @@
 
 namespace hpo {
 
-// Clears tables, checks leaves, and waits for the other blocks to have done so.
-__device__ __forceinline__ void prepare(const Call& call) {
+// Clears tables, checks leaves, and waits for the other blocks to have done so. Returns the leaves that count.
+__device__ __forceinline__ Leaves prepare(const Call& call) {
   const PolicyLossArgs& args = call.gate.args;
   const Hierarchy& hierarchy = call.hierarchy;
   const Workspace& workspace = call.workspace;
@@ -16,8 +16,7 @@ __device__ __forceinline__ void prepare(const Call& call) {
   clear(workspace.aggregate_grad, coupled * 2);
   clear(workspace.seen, args.rows);
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
-  check_leaves(hierarchy, args, workspace.counted);
-  sync_grid();
+  return call.leaves(check_leaves(hierarchy, args, workspace.counted));
 }
 
 static_assert(kTile * double(kSaturation) * 65536.0 < 2147483648.0, "a ShortSum over a tile fits its integers");
@@ -80,13 +79,8 @@ constexpr int blocks_that_prepare(int entering, bool balanced) { return entering
 
 template <int ENTERING, bool BALANCED>
 __device__ __forceinline__ void sum_segments(const Call& call) {
-  prepare(call);
-  const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
-  if (!BALANCED && idle) return;
-  if (broken && !idle) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
-  if (call.hierarchy.depth > 0 && !idle) {
-    sum_leaves<ENTERING, BALANCED>(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));
-  }
+  const Leaves leaves = prepare(call);
+  if (call.hierarchy.depth > 0) sum_leaves<ENTERING, BALANCED>(call, leaves);
   if constexpr (BALANCED) {
 #pragma unroll 1
     for (int k = 1; k < call.hierarchy.depth; ++k) {
@@ -100,14 +94,6 @@ __device__ __forceinline__ void sum_segments(const Call& call) {
 template <int ENTERING, bool BALANCED>
 __global__ void __launch_bounds__(kThreads, blocks_that_prepare(ENTERING, BALANCED)) prepare_leaves(const Call call) {
   sum_segments<ENTERING, BALANCED>(call);
-}
-
-// Tokens under no level have no sums: this is all that their sweep waits for.
-__device__ __forceinline__ void prepare_tokens(const Call& call) {
-  prepare(call);
-  if (!call.broken()) return;
-  if (blockIdx.x == 0) list_broken(call.hierarchy, call.gate.args, call.workspace.counted);
-  sync_grid();
 }
 
 // The sums of a tile under a settled gate.
@@ -168,26 +154,22 @@ __device__ __forceinline__ void add_coefficients(const Call& call, const Leaves&
 // The sums under a settled gate. Lanes 0 and 1 have a word of the segment's log-ratios each, and a sign.
 template <int WIDTH, int EXTRAS>
 __device__ __forceinline__ void sum_settled(const Call& call) {
-  prepare(call);
   const Workspace& workspace = call.workspace;
-  const bool broken = call.broken(), idle = broken && blockIdx.x != 0;
-  if (broken && !idle) list_broken(call.hierarchy, call.gate.args, workspace.counted);
-  if (!idle) {
-    RunAccumulator accumulator = {};
-    for_each_unit(call.leaves(broken, broken ? 1 : int(gridDim.x)), [&](int index, const LeafUnit& unit) {
-      const SettledSums sums = sum_settled_tile<WIDTH, EXTRAS>(call.gate, unit.tile);
-      if (lane() >= 2) return;
-      const int64_t segment = call.segment_of(0, unit.leaf);
-      accumulator.add(workspace.segments + segment * kWords + lane(), lane() == 0 ? sums.valid : sums.fixed);
-      const double mine = lane() == 0 ? sums.coefficient[0] : sums.coefficient[1];
-      workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()] = mine;
-      raise(workspace.largest + segment * 2 + lane(), mine);
-    });
-    accumulator.flush();
-  }
+  const Leaves leaves = prepare(call);
+  RunAccumulator accumulator = {};
+  for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
+    const SettledSums sums = sum_settled_tile<WIDTH, EXTRAS>(call.gate, unit.tile);
+    if (lane() >= 2) return;
+    const int64_t segment = call.segment_of(0, unit.leaf);
+    accumulator.add(workspace.segments + segment * kWords + lane(), lane() == 0 ? sums.valid : sums.fixed);
+    const double mine = lane() == 0 ? sums.coefficient[0] : sums.coefficient[1];
+    workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()] = mine;
+    raise(workspace.largest + segment * 2 + lane(), mine);
+  });
+  accumulator.flush();
   if (call.hierarchy.stage != Stage::whole) return;  // an exchange sees the largest first
   sync_grid();
-  if (!idle) add_coefficients(call, call.leaves(broken, broken ? 1 : int(gridDim.x)));
+  add_coefficients(call, leaves);
 }
 
 template <int EXTRAS>
@@ -196,8 +178,11 @@ __device__ __forceinline__ void sum_settled(const Call& call) {
   sum_settled<EXTRAS == kNoExtras ? 4 : 1, EXTRAS>(call);
 }
 
+// Vectors of many inputs need more registers than three blocks leave.
+constexpr int blocks_that_settle(int width, int extras) { return extras == kNoExtras ? 4 : (width == 4 ? 2 : 3); }
+
 template <int WIDTH, int EXTRAS>
-__global__ void __launch_bounds__(kThreads, WIDTH == 4 ? 2 : 3) prepare_settled(const Call call) {
+__global__ void __launch_bounds__(kThreads, blocks_that_settle(WIDTH, EXTRAS)) prepare_settled(const Call call) {
   sum_settled<WIDTH, EXTRAS>(call);
 }
 

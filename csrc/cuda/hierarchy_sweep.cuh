@@ -10,7 +10,7 @@ __device__ __forceinline__ void clear_gaps(const PolicyLossArgs& args, const Lea
   const auto inside = [&](int64_t token) { return min(max(token, int64_t(0)), leaves.tokens); };
 #pragma unroll 1
   for (int base = (int(blockIdx.x) * kWarps + warp_in_block()) * kWarp; base <= leaves.count;
-       base += leaves.blocks * kThreads) {
+       base += int(gridDim.x) * kThreads) {
     const int at = base + lane();
     int64_t from = 0, to = 0;
     if (at <= leaves.count) {
@@ -211,11 +211,11 @@ __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 
       sync_grid();
     }
   } else if constexpr (GATE == kTermGate) {
-    if (call.together && call.hierarchy.depth == 0) prepare_tokens(call);
+    if (call.together && call.hierarchy.depth == 0) prepare(call);
   }
   const bool broken = call.broken();
   if (threadIdx.x == 0) {
-    leaves = call.leaves(broken, int(gridDim.x));  // for the whole block: registers are short here
+    leaves = call.leaves(broken);  // for the whole block: registers are short here
     // Without a table of rows a leaf is a row, which counts as one.
     if (blockIdx.x == 0 && leaves.row) atomicAdd(&events[kBadOffsets], leaves.leaves - leaves.count);
   }

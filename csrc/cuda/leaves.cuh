@@ -32,20 +32,8 @@ struct Leaves {
   const int64_t* row;  // [leaves]; null: of each leaf the row of its number
   const int* list;  // [count], the leaves that count; null: all
   int leaves, count, units;
-  int blocks;  // that share the units
   int64_t tokens;
 };
-
-// All leaves count if each is good by itself and behind its neighbour.
-__device__ __forceinline__ void check_leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
-  bool bad = false;
-#pragma unroll 1
-  for (int64_t p = int64_t(blockIdx.x) * kThreads + threadIdx.x; p < hierarchy.leaves; p += int64_t(gridDim.x) * kThreads) {
-    bad |= leaf_range(hierarchy, args, p).bad || (p > 0 && hierarchy.leaf_begin[p] < hierarchy.leaf_end[p - 1]);
-  }
-  const bool any = __syncthreads_or(bad);
-  if (threadIdx.x == 0) counted.broken[blockIdx.x] = any;
-}
 
 // One warp lists the leaves that count: those that are good and begin at or behind the end of every one listed before.
 __device__ __forceinline__ void list_leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
@@ -75,15 +63,27 @@ __device__ __forceinline__ void list_leaves(const Hierarchy& hierarchy, const Po
   if (lane() == 0) *counted.count = count;
 }
 
-// For the first block, behind the grid barrier after the check. It lists the leaves alone, because whether one counts depends
-// on all before it. A barrier.
-__device__ __forceinline__ void list_broken(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
-  if (warp_in_block() == 0) list_leaves(hierarchy, args, counted);
-  __syncthreads();
+// Whether some leaf does not count: all do if each is good by itself and behind its neighbour. Then the first block lists those
+// that do, alone, because whether one counts depends on all before it. Grid barriers.
+__device__ __forceinline__ bool check_leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
+  bool bad = false;
+#pragma unroll 1
+  for (int64_t p = int64_t(blockIdx.x) * kThreads + threadIdx.x; p < hierarchy.leaves; p += int64_t(gridDim.x) * kThreads) {
+    bad |= leaf_range(hierarchy, args, p).bad || (p > 0 && hierarchy.leaf_begin[p] < hierarchy.leaf_end[p - 1]);
+  }
+  const bool any = __syncthreads_or(bad);
+  if (threadIdx.x == 0) counted.broken[blockIdx.x] = any;
+  sync_grid();
+  const bool broken = any_of(counted.broken, int(gridDim.x));
+  if (broken) {
+    if (blockIdx.x == 0 && warp_in_block() == 0) list_leaves(hierarchy, args, counted);
+    sync_grid();
+  }
+  return broken;
 }
 
 __device__ __forceinline__ Leaves get_leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted,
-                                             bool broken, int blocks) {
+                                             bool broken) {
   const int all = int(hierarchy.leaves);
   return {broken ? counted.begin : hierarchy.leaf_begin,
           hierarchy.leaf_end,
@@ -92,7 +92,6 @@ __device__ __forceinline__ Leaves get_leaves(const Hierarchy& hierarchy, const P
           all,
           broken ? *counted.count : all,
           int(units_of(args.tokens, all)),
-          blocks,
           args.tokens};
 }
 
@@ -127,7 +126,7 @@ __device__ __forceinline__ LeafUnit get_unit(const Leaves& leaves, int index) {
 template <class Visit>
 __device__ __forceinline__ void for_each_unit(const Leaves& leaves, Visit visit) {
 #pragma unroll 1
-  for (int index = int(blockIdx.x) * kWarps + warp_in_block(); index < leaves.units; index += leaves.blocks * kWarps) {
+  for (int index = int(blockIdx.x) * kWarps + warp_in_block(); index < leaves.units; index += int(gridDim.x) * kWarps) {
     const LeafUnit unit = get_unit(leaves, index);
     if (unit.tile.length > 0) visit(index, unit);
   }

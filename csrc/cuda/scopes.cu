@@ -35,14 +35,16 @@ __device__ __forceinline__ Count count_flags(bool flag) {
 // The blocks that work on a scope. Each takes every `size`-th segment of the list. The counts that several blocks exchange are
 // in global memory.
 struct Team {
-  int member, size;
-  unsigned* histograms;        // [3][kBins]
-  unsigned long long* errors;  // [1]
-  unsigned long long* ties;    // [segments], of each place of the list
+  int member = 0, size = 1;
+  unsigned* histograms = nullptr;        // [3][kBins]
+  unsigned long long* errors = nullptr;  // [1]
+  unsigned long long* ties = nullptr;    // [segments], of each place of the list
+  int64_t* k = nullptr;                  // [1], as one thread has read it
 
   int64_t place(void* base, int64_t segments) {
     Placement placement(base);
     placement.take(histograms, 3 * kBins), placement.take(errors, 1), placement.take(ties, segments);
+    placement.take(k, 1);
     return placement.bytes();
   }
 };
@@ -170,7 +172,13 @@ template <bool TOGETHER>
 __device__ __forceinline__ void scan_scope(const OrderStatisticsArgs& args, const Team& team, int64_t scope) {
   HPO_SHARED(unsigned, histogram, [kBins]);
   HPO_SHARED(unsigned long long, totals, [2]);
-  const Places places = places_of(args, scope);
+  HPO_SHARED(Places, places, );
+  HPO_SHARED(int64_t, k, );
+  // One thread reads them, before the barrier of clear_histogram: threads that disagreed would wait for each other.
+  if (threadIdx.x == 0) {
+    places = places_of(args, scope);
+    if (args.k) k = TOGETHER ? __ldcg(team.k) : args.k[scope];
+  }
   const auto count_of = [&](int bin) { return int64_t(histogram[bin]); };
   int64_t own = 0, errors = count_digit<11, TOGETHER>(args, team, places, 0, 21, histogram);
   if (threadIdx.x == 0) totals[0] = 0, totals[1] = TOGETHER ? __ldcg(team.errors) : 0;
@@ -187,7 +195,7 @@ __device__ __forceinline__ void scan_scope(const OrderStatisticsArgs& args, cons
   if (writes && args.counts) args.counts[2 * scope] = population, args.counts[2 * scope + 1] = int64_t(totals[1]);
   if (writes && args.thresholds) args.thresholds[scope] = NAN;
   __syncthreads();
-  const int64_t wanted = args.k ? max(int64_t(0), min(args.k[scope], population)) : 1;
+  const int64_t wanted = args.k ? max(int64_t(0), min(k, population)) : 1;
   if (population == 0 || wanted == 0) return;
   const int64_t index = args.k ? population - wanted : order_index(args.numerator, args.denominator, args.rule, population);
   const Bin top = find_bin<kBins>(index, count_of);
@@ -206,7 +214,7 @@ __device__ __forceinline__ void scan_scope(const OrderStatisticsArgs& args, cons
 
 __global__ void __launch_bounds__(kBinThreads) scan_scopes(const OrderStatisticsArgs args) {
   for (int64_t scope = blockIdx.x; scope < args.scopes; scope += gridDim.x) {
-    scan_scope<false>(args, {0, 1, nullptr, nullptr, nullptr}, scope);
+    scan_scope<false>(args, Team(), scope);
     __syncthreads();  // before the next scope's histogram
   }
 }
@@ -300,7 +308,7 @@ __global__ void __launch_bounds__(kBinThreads) scan_short_scopes(const OrderStat
     __syncthreads();
     for (int i = 0; i < kScopes; ++i) {
       if (!is_long[i]) continue;
-      scan_scope<false>(args, {0, 1, nullptr, nullptr, nullptr}, first + i);
+      scan_scope<false>(args, Team(), first + i);
       __syncthreads();  // before the next scope's histogram
     }
     __syncthreads();  // before `is_long` of the next scopes
@@ -311,7 +319,10 @@ __global__ void __launch_bounds__(kBinThreads) scan_only_scope(const OrderStatis
   team.member = int(blockIdx.x), team.size = int(gridDim.x);
   const int thread = int(blockIdx.x) * kBinThreads + int(threadIdx.x);
   for (int i = thread; i < 3 * kBins; i += int(gridDim.x) * kBinThreads) team.histograms[i] = 0;
-  if (thread == 0) *team.errors = 0;
+  if (thread == 0) {
+    *team.errors = 0;
+    if (args.k) *team.k = args.k[0];
+  }
   sync_grid();
   scan_scope<true>(args, team, 0);
 }

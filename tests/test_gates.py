@@ -92,6 +92,17 @@ def test_every_penalty(penalty, native_backends):
             assert_exact(backend, example, expected)
 
 
+@pytest.mark.parametrize("backend", ["reference", *NATIVE])
+def test_the_gradient_of_r_k3_is_r_s_however_far_the_reference_policy_is(backend):
+    """The two shares of r e^-s in it cancel: rounded, what is left of them hides r s."""
+    s, x = torch.tensor([-0.5, -12.0, -25.0, -45.0, -60.0, -90.0, 40.0, 90.0]), 0.25
+    logp, beta = torch.full_like(s, -100.0), 0.125
+    batch, weights = hpo.PackedBatch.from_lengths([len(s)]), torch.ones(1)
+    given = {"weights": weights, "ref_logp": logp - s, "kl": hpo.kl.k3(beta, "importance"), "backend": backend}
+    grad = hpo.policy_loss_and_grad(logp, logp - x, torch.zeros(1), batch, **given).grad
+    torch.testing.assert_close(grad, beta * math.exp(x) * s.clamp(-60, 60), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     "preset", [gates.ppo_clip(), gates.dapo(), gates.cispo(), gates.reinforce(), gates.gspo(), gates.gspo_token()],
     ids=lambda gate: gate.name,

@@ -365,6 +365,7 @@ def error_cases():
     }
     elsewhere, ids, given = torch.zeros(TOKENS, device="meta"), torch.arange(TOKENS), gates.GateInputs
     selecting = {"window": window, "entropy": example.entropy, "threshold": state}
+    of_domains = gates.RatioGate("own", gates.Identity(), (gates.Level(gates.Tanh(0.1), unit=gates.Unit.DOMAIN),))
     return [
         # logp
         ({"logp": [0.0]}, TypeError, "logp: expected a tensor [T], got <class 'list'>"),
@@ -429,6 +430,13 @@ def error_cases():
             {"gate_inputs": given(bounds=(logp, logp)), "gate": gates.RatioGate("open", gates.Clip())},
             ValueError,
             "bounds: the gate 'open' has no token clip with bounds for them to replace",
+        ),
+        # levels and corrections
+        ({"gate": of_domains}, ValueError, "domain_ids: the gate has a level or correction of domains"),
+        (
+            {"gate": gates.mis(unit=gates.Unit.DOMAIN), "rollout_logp": logp},
+            ValueError,
+            "domain_ids: the gate has a level or correction of domains, and the batch has none; pass domain_ids [S]",
         ),
         # penalty
         ({"kl": kl.k3(0.1)}, ValueError, "kl: ref_logp and kl go together, got only kl"),

@@ -302,6 +302,10 @@ def test_the_padded_shape_and_the_other_calls():
             {"selection": Selection(threshold=torch.ones(1))},
             "selection: its score and its threshold go together, got only threshold",
         ),
+        (
+            {"selection": Selection(score=torch.ones(5), threshold=torch.ones(1), strict="False")},
+            "strict: expected True or False, got 'False'",
+        ),
         ({"selection": Selection(score=torch.ones(4), threshold=torch.ones(1))}, "score: expected shape"),
         ({"selection": Selection(score=torch.ones(5), threshold=torch.ones(5))}, "threshold: expected shape"),
         (

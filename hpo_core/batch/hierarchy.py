@@ -59,7 +59,11 @@ def hierarchy_of(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
 def _named(batch: PackedBatch, unit: Unit, finer: torch.Tensor) -> torch.Tensor:
     """``[S]``: the ids; a negative one means none, and the next finer segment ``[S]`` is then one by itself."""
     ids, name = batch.ids(unit), unit.name.lower()
-    check(ids is not None, "batch: the gate has a level of {}s; pass {}_ids to PackedBatch", name, name)
+    check(
+        ids is not None,
+        "{0}_ids: the gate has a level or correction of {0}s, and the batch has none; pass {0}_ids [S] to PackedBatch",
+        name,
+    )
     assert ids is not None
     return alone_without(ids, finer)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..arguments import check_flag
 from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import GateInputs
@@ -111,6 +112,7 @@ def checked_selection(
         "entropy.Selection(mask=...)",
         type(selection),
     )
+    check_flag("strict", selection.strict)
     check(
         not has_window,
         "selection: it replaces window=, got both; merge them, "

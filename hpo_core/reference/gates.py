@@ -119,7 +119,8 @@ def policy_loss(
 
     if s is not None:
         factor, pays = tokens.kl_weight, tokens.kl_weight != 0
-        penalty = torch.where(pays, factor * (spec.kl_beta * kl_of_tokens(spec.kl, spec.kl_gradient, s, x)), zero)
+        k = kl_of_tokens(spec.kl, spec.kl_gradient, s, x, tokens.infinite)
+        penalty = torch.where(pays, factor * (spec.kl_beta * k), zero)
         loss_t, loss = loss_t + penalty.detach(), loss + (weight * penalty).double().sum()
         metrics[slot("penalty")] += (weight * penalty).sum().detach()
         metrics[slot("reference_log_ratio")] = s[valid].sum().detach()

@@ -133,8 +133,11 @@ def penalty_of(term: TermSpec, x: torch.Tensor) -> torch.Tensor:
     return x.abs() if term.penalty is Penalty.ABSOLUTE else torch.exp(x) - 1 - x
 
 
-def kl_of_tokens(estimator: KLEstimator, gradient: KLGradient, s: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The estimate of each token, ``[T]``, from saturated log-ratios to the reference (s) and the old policy (x)."""
+def kl_of_tokens(
+    estimator: KLEstimator, gradient: KLGradient, s: torch.Tensor, x: torch.Tensor, infinite: torch.Tensor
+) -> torch.Tensor:
+    """The estimate of each token, ``[T]``, from saturated log-ratios to the reference (s) and the old policy (x);
+    ``infinite``: where one of them is, which then does not follow logp."""
     k2 = 0.5 * s.square()
     k = {KLEstimator.K1: s, KLEstimator.K2: k2}.get(estimator, torch.exp(-s) - 1 + s)
     if gradient is KLGradient.VALUE:
@@ -142,8 +145,9 @@ def kl_of_tokens(estimator: KLEstimator, gradient: KLGradient, s: torch.Tensor, 
     if gradient is KLGradient.STRAIGHT_THROUGH:
         return k.detach() + (k2 - k2.detach())
     r = torch.exp(x)
-    if estimator is KLEstimator.K3:  # r e^-s saturates as one exponential
-        both = x - s
+    if estimator is KLEstimator.K3:
+        # r e^-s saturates as one exponential. It does not depend on logp: two shares that cancel would hide r s.
+        both = torch.where(infinite, x - s, (x - s).detach())
         bounded = both.detach().clamp(-SATURATION, SATURATION) + (both - both.detach())
         return torch.exp(bounded) - r + s * r
     return r * k

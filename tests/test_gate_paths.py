@@ -16,6 +16,7 @@ FEW = (700, 348, 1000, 345, 7)  # rows that meet inside vectors and groups, and 
 MANY = (21,) * 114 + (6,)
 LOST = (5, 1029, 2100)  # one in each tile
 
+OPEN = (gates.Level(gates.Rollback((1.0, 1.0)), gates.Routing.STOPPED),)
 GATES = {
     "reinforce": gates.reinforce(),
     "dapo": gates.dapo(),
@@ -32,6 +33,15 @@ GATES = {
     "penalty": gates.ppo_penalty(),
     "kl_cov": gates.kl_cov(),
     "gmpo": gates.gmpo(0.2, 0.2),
+    "gspo": gates.gspo(0.02, 0.02),
+    "gspo_token": gates.gspo_token(0.02, 0.02),
+    "vespo": gates.vespo(),
+    "levels that are open": gates.RatioGate(
+        "open",
+        gates.LogClip((-0.3, -0.3), (0.2, 0.2)),
+        (gates.Level(gates.Rollback((1.0, 1.0)), gates.Routing.STOPPED),),
+    ),
+    "fiberpo": gates.fiberpo(0.3, (0.05, 0.05), 1.0),
     "dppo_tv": gates.dppo_tv(0.05, 0.04),
     "dppo_kl": gates.dppo_kl(0.02),
     "band": gates.compose(
@@ -154,12 +164,11 @@ def test_losses_of_tokens_change_no_bit_of_the_fast_path(gate, lengths, backend)
 
 
 BOUNDED = gates.Clip((0.8, 0.8), (1.2, 1.2))
-ABOVE = (gates.Level(gates.Rollback((1.0, 1.0)), gates.Routing.STOPPED),)
 SLOPES = gates.Clip((0.8, 0.8), (1.2, 1.2), (0.5, 0.25), (2.0, 3.0), (0.7, 0.6), (1.5, 1.7))
 CROSSED = [
     gates.RatioGate("token", BOUNDED),
-    gates.RatioGate("level", BOUNDED, ABOVE),
-    gates.RatioGate("split", BOUNDED, ABOVE, split=True),
+    gates.RatioGate("level", BOUNDED, OPEN),
+    gates.RatioGate("split", BOUNDED, OPEN, split=True),
     gates.RatioGate("slopes", SLOPES),
 ]
 
@@ -214,6 +223,26 @@ def test_what_is_extraordinary_leaves_the_fast_path(name, value, backend):
     got, wanted = (hpo.policy_loss_and_grad(*call, backend=each, **given) for each in (backend, "reference"))
     torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-9)
     torch.testing.assert_close(got.metrics.vector, wanted.metrics.vector, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["cpu"])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("gate", [
+    gates.gspo(0.02, 0.02), gates.gmpo(0.2, 0.2), gates.vespo(), gates.fiberpo(0.3),
+    gates.RatioGate("paid", gates.Drop(), gates.gspo().levels, penalty=gates.kimi().penalty),
+], ids=lambda gate: gate.name)  # fmt: skip
+def test_an_advantage_of_a_token_that_is_not_finite_is_counted_once_under_levels(gate, value, backend):
+    """Be the other tiles of its row on the fast path or not."""
+    data = Data((TOKENS,))
+    advantages, far = data.token_advantages.clone(), data.logp.clone()
+    advantages[100:116], far[1500] = value, data.old_logp[1500] - 45
+    batch, given = hpo.PackedBatch.from_lengths([TOKENS]), {"weights": data.weights, "advantage_level": "token"}
+    for logp in (data.logp, far):
+        call = (logp, data.old_logp, advantages, batch, gate)
+        got, wanted = (hpo.policy_loss_and_grad(*call, backend=each, **given) for each in (backend, "reference"))
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(got.metrics.vector, wanted.metrics.vector, rtol=1e-5, atol=1e-6)
+        assert got.metrics["bad_advantages"] == 16
 
 
 @pytest.mark.parametrize("backend", ["cpu"])

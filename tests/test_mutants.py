@@ -628,6 +628,34 @@ MUTANTS = {
         "kSplit ? all<Floats>(-levels.mean[1]) : rising_mean", "rising_mean",
         "test_hierarchy.test_what_else_is_asked_for_changes_no_bit", {"gate": gates.fiberpo(), "masked": True},
     ),
+    "cpu: tokens under levels are gated as those of the first sign": Mutant(
+        "cpu", "cpu/hierarchy_terms.h",
+        "Ints(advantage < 0.0f)", "Ints{}",
+        "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
+        {"gate": gates.vespo(), "lengths": (700, 348, 1000, 345, 7)},
+    ),
+    "cpu: tokens that are clipped under open levels are counted as those of the first sign": Mutant(
+        "cpu", "cpu/hierarchy_fast_path.h",
+        "kind = advantage < 0.0f ? Ints{} + kNegative : kind;", "",
+        "test_row_advantages.test_tokens_clipped_under_levels_are_counted_by_sign", {},
+    ),
+    "cpu: a clip before all levels takes tokens for those of the first sign": Mutant(
+        "cpu", "cpu/gates_fast_path.h",
+        "signs.at<Vector::whole>(vector.i, vector.own)", "Ints{}",
+        "test_gate_paths.test_the_fast_path_has_the_gradient_of_any_other_way",
+        {"gate": gates.gmpo(0.2, 0.2), "lengths": (700, 348, 1000, 345, 7)},
+    ),
+    "cpu: nobody looks at the advantages of tokens under levels": Mutant(
+        "cpu", "cpu/hierarchy_blocks.h",
+        "!has_finite_advantages(args, row, first, begin, end)", "false",
+        "test_gate_paths.test_an_advantage_of_a_token_that_is_not_finite_is_counted_once_under_levels",
+        {"gate": gates.gspo(0.02, 0.02), "value": math.inf},
+    ),
+    "cpu: short rows with advantages of tokens and of rows are taken for one kind": Mutant(
+        "cpu", "cpu/hierarchy_blocks.h",
+        "&sweeps != &sweeps_of.at(blocks[0].row)", "false",
+        "test_row_advantages.test_short_rows_of_one_and_of_several_advantages", {},
+    ),
     "cpu: levels that saturate are taken for open": Mutant(
         "cpu", "cpu/hierarchy_fast_path.h",
         "if (leaf.bent[sign] || !passes(0)) return;", "",

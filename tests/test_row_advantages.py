@@ -8,6 +8,9 @@ from catalogue import KINDS, bits
 
 import hpo_core as hpo
 from hpo_core import gates, testing
+from hpo_core.metrics import SLOTS
+
+SIDES = ("high_positive", "low_positive", "high_negative", "low_negative")
 
 
 @pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo()], ids=["ppo_clip", "gspo"])
@@ -57,3 +60,33 @@ def test_one_advantage_in_each_row_is_that_of_the_row(gate, backend="cpu"):
     late = alike.index_put((mask[:20_000].nonzero()[-1:, 0],), torch.tensor(-5.0))  # of the row of 17,000 tokens
     of_tokens = hpo.policy_loss_and_grad(logp, old_logp, late, batch, gate, advantage_level="token", backend=backend)
     assert bits(of_rows.loss) != bits(of_tokens.loss)
+
+
+def test_short_rows_of_one_and_of_several_advantages(backend):
+    """Beside each other, where the CPU measures several at once."""
+    lengths, draw = [20, 30, 25, 40], torch.Generator().manual_seed(7)
+    old_logp = -torch.rand(115, generator=draw)
+    logp, advantages = old_logp + 0.1 * torch.randn(115, generator=draw), torch.randn(115, generator=draw)
+    advantages[:20], advantages[50:75] = 0.5, -0.25
+    batch = hpo.PackedBatch.from_lengths(lengths)
+    given = testing.move((logp, old_logp, advantages, batch, gates.gspo(0.02, 0.02)), testing.device_of(backend))
+    options = {"weights": torch.ones(4).to(given[0].device), "advantage_level": "token"}
+    got, wanted = (hpo.policy_loss_and_grad(*given, **options, backend=each) for each in (backend, "reference"))
+    torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.loss.double(), wanted.loss.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_tokens_clipped_under_levels_are_counted_by_sign(backend):
+    """Worked by hand: the mean is 0, and what is beyond 0.2 of it is clipped."""
+    logp = torch.tensor([0.5, -0.5, 0.5, -0.5, 0.0, 0.5, -0.5, 0.0])
+    advantages = torch.tensor([1.0, 1.0, -2.0, -2.0, 3.0, -1.0, -1.0, 1.0])
+    level = gates.Level(gates.Rollback((0.2, 0.2)), gates.Routing.STOPPED)
+    gate = gates.RatioGate("open", gates.LogClip((-0.2, -0.2), (0.2, 0.2)), (level,))
+    given = (logp, torch.zeros(8), advantages, hpo.PackedBatch.from_lengths([8]), gate)
+    given = testing.move(given, testing.device_of(backend))
+    options = {"weights": torch.ones(1).to(given[0].device), "advantage_level": "token", "backend": backend}
+    out = hpo.policy_loss_and_grad(*given, **options)
+    slots = dict(zip(SLOTS, out.metrics.vector.tolist(), strict=True))
+    assert [slots[f"clipped_{side}"] for side in SIDES] == [1, 1, 2, 2] and slots["selected"] == 8
+    assert float(out.loss) == pytest.approx(2 * (math.exp(0.2) + math.exp(-0.2)) - 4)
+    assert out.grad.tolist() == [0, 0, 0, 0, -3, 0, 0, -1]

@@ -231,19 +231,32 @@ constexpr float kDeviates = 3.7f;
 template <bool kSplit, FirstSweep kSweep, bool kTakenForNear>
 struct FastFixedSums {
   static constexpr bool kChanged = kSweep == FirstSweep::clips || kSweep == FirstSweep::deviates;
-  Floats low, high;  // of the clip
+  const PreClip& clip;
+  const Signs signs;
+  const Floats row_low, row_high;  // where tokens have no sign of their own
   float* ratios;  // the memory of the gradient, where e^x is left for the sweep that writes it
   FixedSum all_sum, rising_sum;
   Floats changed_about[kParts] = {}, rising_about[kParts] = {};
 
-  FastFixedSums(const PreClip& clip, int sign, float* ratios)
-      : low(all<Floats>(clip.low[sign])), high(all<Floats>(clip.high[sign])), ratios(ratios) {}
+  FastFixedSums(const PreClip& clip, const Signs& signs, float* ratios)
+      : clip(clip),
+        signs(signs),
+        row_low(all<Floats>(clip.low[signs.negative])),
+        row_high(all<Floats>(clip.high[signs.negative])),
+        ratios(ratios) {}
 
   template <class Vector>
   HPO_INLINE void operator()(const Vector& vector) {
     Floats x = vector.x;
     if (kSweep == FirstSweep::keeps_ratios) vector.store(vector.ratio, ratios);
-    if (kSweep == FirstSweep::clips) x = keep_if(vector.present, clamp(x, low, high));
+    if (kSweep == FirstSweep::clips) {
+      Floats low = row_low, high = row_high;
+      if (signs.advantages) {
+        const Ints negative = signs.at<Vector::whole>(vector.i, vector.own);
+        low = by_sign<Floats>(negative, clip.low), high = by_sign<Floats>(negative, clip.high);
+      }
+      x = keep_if(vector.present, clamp(x, low, high));
+    }
     if (kSweep == FirstSweep::deviates) x = deviation_of(x, vector.ratio).size;
     constexpr bool kSmall = kTakenForNear && kSweep != FirstSweep::clips;  // below 1 / 2
     const Ints fixed = rounded((kSmall ? x : beyond_integer(x)) * float(kFixedPoint));
@@ -276,8 +289,7 @@ inline bool measure_fast_rows(const PolicyLossArgs& args, int64_t first, const S
       const Segment& segment = segments.list[index];
       Floats about[kParts];
       std::copy_n(sums.sum, kParts, about);
-      const int sign = args.advantages[segment.row] < 0.0f;
-      FastFixedSums<kSplit, kSweep, kTakenForNear> fixed(clip, sign, ratios);
+      FastFixedSums<kSplit, kSweep, kTakenForNear> fixed(clip, Signs::of_row(args, segment.row, first), ratios);
       present.set(index, args.mask ? sweep_row<kTakenForNear, true>(args, first, segment, sums, fixed)
                                    : sweep_row<kTakenForNear, false>(args, first, segment, sums, fixed));
       for (int part = 0; part < kParts; ++part) about[part] = sums.sum[part] - about[part];

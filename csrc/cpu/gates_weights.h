@@ -15,6 +15,12 @@ struct Signs {
   const int32_t* kinds;
   bool negative;
 
+  // Those of the tokens of one row behind the first.
+  static Signs of_row(const PolicyLossArgs& args, int64_t row, int64_t first) {
+    if (args.advantage_per_token) return {args.advantages + first, nullptr, false};
+    return {nullptr, nullptr, args.advantages[row] < 0.0f};
+  }
+
   template <bool kWhole>
   HPO_INLINE Ints at(int i, Mask own) const {
     if (advantages) return load_own<kWhole>(own, advantages + i) < 0.0f;

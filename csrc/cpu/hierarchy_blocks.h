@@ -98,7 +98,7 @@ struct Sweeps {
   // The tokens [begin, end) behind the first at once, if the fast path holds for them.
   bool measure_fast_part(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
                          LogRatios& sums) const {
-    if (!plan.measures_fast || !scratch.weights.usual || !has_ordinary_reference(here, row, first, begin, end)) return false;
+    if (!plan.measures_fast || !scratch.weights.usual || !has_ordinary_inputs(here, row, first, begin, end)) return false;
     RowLogRatios found;
     scratch.whole.set(row, begin, end);
     if (!plan.measure_fast(here.args, first, scratch.whole, plan.clip, scratch.tile, space.seen, partial, &found)) return false;
@@ -117,7 +117,7 @@ struct Sweeps {
     }
     for (int i = 0; i < count; ++i) {
       const Segment& segment = segments.list[i];
-      if (!has_ordinary_reference(call, segment.row, first, segment.begin, segment.end)) return false;
+      if (!has_ordinary_inputs(call, segment.row, first, segment.begin, segment.end)) return false;
     }
     RowLogRatios found[kFewRows];
     if (!plan.measure_fast(call.args, first, segments, plan.clip, scratch.tile, space.seen, partial, found)) return false;
@@ -125,8 +125,11 @@ struct Sweeps {
     return true;
   }
 
-  bool has_ordinary_reference(const Call& here, int64_t row, int64_t first, int begin, int end) const {
-    return !here.args.ref_logp || is_ordinary_reference(here, first, begin, end, here.args.weights[row]);
+  // BlockWeights looks at advantages besides.
+  bool has_ordinary_inputs(const Call& here, int64_t row, int64_t first, int begin, int end) const {
+    const PolicyLossArgs& args = here.args;
+    if (args.advantage_per_token && !plan.weighs && !has_finite_advantages(args, row, first, begin, end)) return false;
+    return !args.ref_logp || is_ordinary_reference(here, first, begin, end, args.weights[row]);
   }
 
   // What the loops of fast-path blocks leave out.
@@ -214,15 +217,18 @@ struct Sweeps {
 
   OpenLevels open_levels(const Block& block, const LeafGate& leaf, bool fast) const {
     if (!fast || !plan.opens) return {};
-    const int sign = call.args.advantages[block.row] < 0.0f;
-    return OpenLevels(leaf, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
+    const auto of_sign = [&](int sign) {
+      return OpenLevels(leaf, sign, plan.hierarchy.split, plan.bounds.low[sign], plan.bounds.high[sign]);
+    };
+    if (!call.args.advantage_per_token) return of_sign(call.args.advantages[block.row] < 0.0f);
+    return of_sign(0).open ? of_sign(1) : OpenLevels{};
   }
 
   // Of a fast-path block under open levels, what is clipped, which tokens are not, and what flows into aggregates.
   void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
-    const float advantage = call.args.advantages[block.row], coefficient = call.args.weights[block.row] * advantage;
-    const bool split = plan.hierarchy.split;
-    const ClippedLoss clipped(levels, split, coefficient);  // ready by the time that it is needed
+    const bool split = plan.hierarchy.split, of_tokens = call.args.advantage_per_token;
+    // ready by the time that it is needed
+    const ClippedLoss clipped(levels, split, of_tokens ? 1.0f : row_coefficient(call.args, block.row));
     OpenTokens& open = scratch.open;
     OpenCounts counts;
     if (plan.weighs) plan.open_loops.count_weighted(levels, call.args, block, scratch.weights, open.inside_and_falling, counts);
@@ -231,7 +237,7 @@ struct Sweeps {
         if (masked == Masked::all) return;
         plan.open_loops.count[masked == Masked::some](levels, call.args, at, begin, end, open.inside_and_falling, counts);
       });
-    counts.add_to(partial.slots, advantage < 0.0f);
+    counts.add_to(partial.slots, !of_tokens && call.args.advantages[block.row] < 0.0f ? kNegative : kPositive);
     const double above = clipped.of_above(counts), below = clipped.of_below(counts);
     partial.sums[kLossSum][0] += above + below;
     if (!plan.carries) return;
@@ -255,7 +261,7 @@ struct Sweeps {
           for (int i = begin; i < end; ++i) counts.present += call.args.mask[at + i] != 0;
       });
     counts.above = token.above ? counts.present : 0, counts.below = token.below ? counts.present : 0;
-    counts.add_to(partial.slots, negative);
+    counts.add_to(partial.slots, negative ? kNegative : kPositive);
     // Without weights the flows are multiples of one number, so that their sum has no order.
     const double tokens = plan.weighs ? scratch.weights.total() : double(counts.present);
     if (counts.present == 0) return 0.0f;  // the coefficient has not been checked, and may be NaN
@@ -302,7 +308,7 @@ struct Sweeps {
   void write(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, Scratch& scratch,
              Partial& partial) const {
     const PolicyLossArgs& args = call.args;
-    const float coefficient = args.weights[block.row] * args.advantages[block.row];
+    const float coefficient = row_coefficient(args, block.row);
     const OpenTokens& open = scratch.open;
     const auto write = [&](Masked masked, int64_t at, int begin, int end, const float* weights) {
       plan.open_loops.write[masked == Masked::some][!aggregate_grad.nothing()](
@@ -443,8 +449,9 @@ inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& sc
       flush();
       return measure_one(sweeps, block);
     }
-    // Each of the blocks that wait has a plan that measures fast, so that all have the same.
-    if (count == kFewRows || (count > 0 && block.first + block.tokens - blocks[0].first > kTile - kGridOfLines)) flush();
+    if (count == kFewRows || (count > 0 && (&sweeps != &sweeps_of.at(blocks[0].row) ||
+                                            block.first + block.tokens - blocks[0].first > kTile - kGridOfLines)))
+      flush();
     blocks[count++] = block;
   });
   flush();

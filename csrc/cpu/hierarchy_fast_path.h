@@ -10,7 +10,7 @@
 
 namespace hpo::HPO_ISA {
 
-// The levels of one leaf, for the sign of its advantage.
+// The levels of one leaf, for the sign of its advantage. Those that are open for both signs are the same for both.
 struct OpenLevels {
   bool open = false;
   float z, mean[2], low, high;
@@ -37,12 +37,8 @@ struct OpenCounts {
   int32_t present = 0, above = 0, below = 0;
   double above_weight = 0.0, below_weight = 0.0;  // the numbers of these where tokens weigh 1
 
-  // All of one leaf, whose advantage has one sign.
-  void add_to(double* slots, bool negative) const {
-    slots[kSelected] += double(present);
-    slots[negative ? kClippedLowNegative : kClippedLowPositive] += double(below);
-    slots[negative ? kClippedHighNegative : kClippedHighPositive] += double(above);
-  }
+  // kind: that of all of them, or kPositive where `above` and `below` are sums of kinds.
+  void add_to(double* slots, int32_t kind) const { GateCounts{present * kind, below * kind, above * kind}.add_to(slots); }
 };
 
 // The bounds of tokens under open levels. Under a split a rising token is never below those of its channel, and a falling one
@@ -92,32 +88,41 @@ void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t fi
   counts.above_weight += above, counts.below_weight += below;
 }
 
-// The same of a block whose tokens have weights.
+// The same of a block whose tokens have weights. Where they have advantages, `above` and `below` are sums of kinds, and their
+// weights those of coefficients.
 template <bool kSplit>
 void count_open_weighted(const OpenLevels& levels, const PolicyLossArgs& args, const Block& block, const BlockWeights& weights,
                          MaskPair* inside_and_falling, OpenCounts& counts) {
   const FastSource source(args, block.first);
   const OpenBounds<kSplit> bounds(levels);
+  const float* advantages = args.advantage_per_token ? args.advantages + block.first : nullptr;
+  const Floats of_row = all<Floats>(args.weights[block.row]);
   double above_lanes[kLanes] = {}, below_lanes[kLanes] = {};
   RunSum above_weight(above_lanes), below_weight(below_lanes);
-  LaneCount above_count, below_count;
+  Ints above_sum = {}, below_sum = {};
   const auto end_run = [&]() HPO_INSIDE { above_weight.end(), below_weight.end(); };
   for_each_vector(
       0, int(block.tokens),
       [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
         constexpr bool kWhole = decltype(whole)::value;
-        const Floats weight = load_own<kWhole>(own, weights.of_token + i);
+        Floats weight = load_own<kWhole>(own, weights.of_token + i);
+        Ints kind = Ints{} + kPositive;
+        if (advantages) {
+          const Floats advantage = load_own<kWhole>(own, advantages + i);
+          weight *= of_row * advantage;
+          kind = advantage < 0.0f ? Ints{} + kNegative : kind;
+        }
         const Floats x = source.log_ratio<kWhole>(i, own);
         const Mask chosen = but_not(own, is_nan(weight));
         const Mask not_above = bounds.not_above(chosen, x), inside = bounds.not_below(not_above, x);
         const Mask above = but_not(chosen, not_above), below = but_not(not_above, inside);
-        above_count.add(above), below_count.add(below);
+        above_sum = add_where(above, kind, above_sum), below_sum = add_where(below, kind, below_sum);
         above_weight.add(part, above, weight), below_weight.add(part, below, weight);
         inside_and_falling[unsigned(i) / kWidth] = {bits_of(inside), bits_of(less(x, Floats{}))};
       },
       end_run);
   end_run();
-  counts = {weights.chosen, above_count.total(), below_count.total(), sum_halves(above_lanes), sum_halves(below_lanes)};
+  counts = {weights.chosen, sum_lanes(above_sum), sum_lanes(below_sum), sum_halves(above_lanes), sum_halves(below_lanes)};
 }
 
 // The loss of a clipped token, by bound.
@@ -145,14 +150,15 @@ using WriteOpen = void (*)(const PolicyLossArgs&, int64_t first, int begin, int 
                            const MaskPair* inside_and_falling, const AggregateGrad&, double* lost);
 
 // kKept: e^x stands in the memory of the gradient. kFlows: there is a gradient through aggregates. kWeighted: tokens have
-// weights.
+// weights, and perhaps advantages.
 template <bool kMasked, bool kKept, bool kFlows, bool kWeighted>
 void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, float coefficient, const float* weights,
                 const MaskPair* inside_and_falling, const AggregateGrad& aggregate_grad, double* lost) {
   float* grad = args.grad ? args.grad + first : nullptr;
   const FastSource source(args, first);
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
-  const Floats a = all<Floats>(coefficient), rise = all<Floats>(aggregate_grad.rising),
+  const float* advantages = kWeighted && args.advantage_per_token ? args.advantages + first : nullptr;
+  const Floats of_row = all<Floats>(coefficient), rise = all<Floats>(aggregate_grad.rising),
                fall = all<Floats>(aggregate_grad.falling);
   RunSum loss(lost);
   const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
@@ -161,7 +167,10 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
     Mask inside, falls;
     load_masks(inside_and_falling + unsigned(i) / kWidth, inside, falls);
     if (!kWhole) inside = both(own, inside);  // a vector without a token of the block holds masks of another block
-    Floats value = keep_if(inside, policy_value(kWeighted ? a * load_own<kWhole>(own, weights + i) : a, ratio));
+    Floats a = of_row;
+    if (advantages) a *= load_own<kWhole>(own, advantages + i);
+    if (kWeighted) a *= load_own<kWhole>(own, weights + i);
+    Floats value = keep_if(inside, policy_value(a, ratio));
     loss.add(part, all_lanes(), value);
     if (kFlows) {
       const Floats flow = blend(falls, fall, rise);

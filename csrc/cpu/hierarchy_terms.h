@@ -28,6 +28,7 @@ struct TermPlan {
   bool split, drop;
   float keep;  // 0 where the finest level takes the place of the token's own slope
   bool pre_gated, mean_exp;
+  bool to_self;  // some level adds to the slope of a token's own path
 
   TermPlan(const Call& call, const Hierarchy& hierarchy)
       : term(hierarchy.term),
@@ -37,7 +38,10 @@ struct TermPlan {
         drop(call.structure.token == TokenGate::drop),
         keep(hierarchy.depth > 0 && hierarchy.levels[0].routing == Routing::self ? 0.0f : 1.0f),
         pre_gated(pre_gates(hierarchy.term, head)),
-        mean_exp(adds_exponentials(hierarchy)) {}
+        mean_exp(adds_exponentials(hierarchy)),
+        to_self() {
+    for (int k = 0; k < hierarchy.depth; ++k) to_self |= hierarchy.levels[k].routing == Routing::self;
+  }
 
   // The pre-gate is a clip.
   bool clips() const { return pre_gated && head != Head::censored && !mean_exp; }
@@ -58,6 +62,10 @@ struct TermPlan {
     }
     return alike;
   }
+
+  // Whether the loops of gates without a term take these tokens: where they drop their residual, a pre-gate changes nothing
+  // but what is aggregated.
+  bool is_plain() const { return !term.present || (one_for_all() && drop && !to_self); }
 
   // Whether a token under no level keeps its log-ratio, whatever it is.
   bool passes(const float (&low)[2], const float (&high)[2]) const {
@@ -164,9 +172,7 @@ struct LeafCounts {
   }
 
   GateCounts finish(TokenTerms& terms) const {
-    int32_t some_flow = 0;
-    for (int lane = 0; lane < kWidth; ++lane) some_flow |= flows[lane];
-    terms.flows = some_flow != 0;
+    terms.flows = any(present_lanes(flows));
     return {sum_lanes(chosen), sum_lanes(below), sum_lanes(above)};
   }
 };
@@ -214,25 +220,49 @@ struct TokenBounds {
   float low[2], high[2];  // of the token gate, by sign of the advantage
 };
 
-// Of a fast-path tile: its tokens have one advantage and no target, and are read where they are.
+// Of a fast-path tile: its tokens have no target, and are read where they are.
 using FastLoop = GateCounts (*)(const TermPlan&, const LeafGate&, const TokenBounds&, const PolicyLossArgs&, int64_t first,
                                 int64_t row, const float* weights, TokenTerms&, float* loss, float* grad, int n);
 
+// What the advantages say about the tokens of a vector.
+struct SignedTokens {
+  Ints negative, kind;
+  Floats advantage, low, high;
+};
+
+// The advantages of a fast-path tile; kOfTokens: each token has its own.
+template <bool kOfTokens>
+struct FastAdvantages {
+  const float* advantages;
+  const TokenBounds& bounds;
+  const float of_row;
+
+  FastAdvantages(const PolicyLossArgs& args, int64_t first, int64_t row, const TokenBounds& bounds)
+      : advantages(args.advantages + first), bounds(bounds), of_row(kOfTokens ? 1.0f : args.advantages[row]) {}
+
+  template <bool kWhole>
+  HPO_INLINE SignedTokens at(int i, Mask own) const {
+    const Floats advantage = kOfTokens ? load_own<kWhole>(own, advantages + i) : all<Floats>(of_row);
+    const Ints negative = kOfTokens ? Ints(advantage < 0.0f) : Ints{} - int32_t(of_row < 0.0f);
+    const Ints kind = negative ? Ints{} + kNegative : Ints{} + kPositive;
+    return {negative, kind, advantage, by_sign<Floats>(negative, bounds.low), by_sign<Floats>(negative, bounds.high)};
+  }
+};
+
 // kDeviates: TermPlan::deviates holds.
-template <bool kDeviates>
+template <bool kDeviates, bool kOfTokens>
 GateCounts fast_term_loop(const TermPlan& plan, const LeafGate& leaf, const TokenBounds& bounds, const PolicyLossArgs& args,
                           int64_t first, int64_t row, const float* weights, TokenTerms& terms, float* loss, float* grad,
                           int n) {
   const FastSource source(args, first);
-  const float weight = args.weights[row], advantage = args.advantages[row];
-  const int sign = advantage < 0.0f;
-  const Ints kind = Ints{} + (sign ? kNegative : kPositive), negative = kind == kNegative;
-  const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]);
+  const FastAdvantages<kOfTokens> advantages(args, first, row, bounds);
+  const Floats weight = all<Floats>(args.weights[row]);
   LeafTerms each = {plan, leaf, terms, loss, grad};
   for_each_vector(0, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     Mask chosen = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
-    Floats coefficient = all<Floats>(weight * advantage), kept = all<Floats>(weight);
+    const SignedTokens tokens = advantages.template at<kWhole>(i, own);
+    Floats coefficient = weight * tokens.advantage, kept = weight;
     if (weights) {
       const Floats factor = load_own<kWhole>(own, weights + i);
       chosen = but_not(own, is_nan(factor)), coefficient *= factor, kept *= factor;
@@ -240,20 +270,22 @@ GateCounts fast_term_loop(const TermPlan& plan, const LeafGate& leaf, const Toke
     const Floats logp = load_own<kWhole>(own, source.logp + i);
     const Floats x = difference(chosen, logp, load_own<kWhole>(own, source.old_logp + i));
     const auto step = [&](Head head, Floats entering, const auto& ratio_of) HPO_INSIDE {
-      each.step(head, i, keep_if(chosen, kind), entering, x, low, high, coefficient, kept, logp, Floats{}, ratio_of);
+      each.step(head, i, keep_if(chosen, tokens.kind), entering, x, tokens.low, tokens.high, coefficient, kept, logp, Floats{},
+                ratio_of);
     };
     if constexpr (kDeviates) {
       const Floats ratio = exp_of_number(x);
       step(Head::censored, deviation_of(x, ratio).size, [=](Floats) HPO_INSIDE { return ratio; });
     } else {
-      step(plan.head, plan.pre_gated ? pre_gate<Floats>(plan.numbers, plan.head, negative, x) : x, Exponential{});
+      step(plan.head, plan.pre_gated ? pre_gate<Floats>(plan.numbers, plan.head, tokens.negative, x) : x, Exponential{});
     }
   });
   return each.counts.finish(terms);
 }
 
-inline FastLoop pick_fast_term_loop(const TermPlan& plan) {
-  return plan.deviates() ? fast_term_loop<true> : fast_term_loop<false>;
+template <bool kOfTokens>
+FastLoop pick_fast_term_loop(const TermPlan& plan) {
+  return plan.deviates() ? fast_term_loop<true, kOfTokens> : fast_term_loop<false, kOfTokens>;
 }
 
 // The gate of a fast-path tile under no level, for sweep_token_inputs. kPasses: TermPlan::passes holds.

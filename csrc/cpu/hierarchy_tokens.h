@@ -13,15 +13,22 @@ struct TokenGates {
   const float keep;
   TokenTerms& terms;
   float *loss, *grad;
+  const float ratio[2];  // of all tokens with an advantage of this sign, where they drop their residual
   LeafCounts counts = {};
 
   TokenGates(const LeafGate& leaf, float keep, TokenTerms& terms, float* loss, float* grad)
-      : leaf(leaf), keep(keep), terms(terms), loss(loss), grad(grad) {}
+      : leaf(leaf),
+        keep(keep),
+        terms(terms),
+        loss(loss),
+        grad(grad),
+        ratio{-token_value(1.0f, leaf.z[0]), -token_value(1.0f, leaf.z[1])} {}
 
   HPO_INLINE void step(int i, Ints kind, Ints negative, Floats x, Floats coefficient, Floats low, Floats high, Floats logp) {
     const Ints present = kind != kAbsent;
     const GatedTokenNumber<Floats> token = gate_token<Floats>(leaf, kSplit, kDrop, keep, negative, x, low, high);
-    const Floats value = keep_if(present, token_value(coefficient, token.z));
+    const Floats value = keep_if(
+        present, kDrop ? policy_value(coefficient, by_sign<Floats>(negative, ratio)) : token_value(coefficient, token.z));
     if (kScoreHead) {
       store_lanes(keep_if(present, scored(value * logp)), loss + i);
       store_lanes(value, grad + i);
@@ -55,28 +62,26 @@ GateCounts token_loop(const LeafGate& leaf, float keep, const TokenBounds& bound
   return gates.counts.finish(terms);
 }
 
-// A fast-path tile: its tokens have one advantage, and are read where they are.
-template <bool kScoreHead, bool kSplit, bool kDrop>
+// A fast-path tile, whose tokens are read where they are.
+template <bool kScoreHead, bool kSplit, bool kDrop, bool kOfTokens>
 GateCounts fast_loop(const TermPlan& plan, const LeafGate& leaf, const TokenBounds& bounds, const PolicyLossArgs& args,
                      int64_t first, int64_t row, const float* weights, TokenTerms& terms, float* loss, float* grad, int n) {
   const FastSource source(args, first);
-  const float advantage = args.advantages[row];
-  const int sign = advantage < 0.0f;
-  const Ints kind = Ints{} + (sign ? kNegative : kPositive), negative = kind == kNegative;
+  const FastAdvantages<kOfTokens> advantages(args, first, row, bounds);
+  const Floats of_row = all<Floats>(args.weights[row]);
   TokenGates<kScoreHead, kSplit, kDrop> gates(leaf, plan.keep, terms, loss, grad);
-  const Floats low = all<Floats>(bounds.low[sign]), high = all<Floats>(bounds.high[sign]);
-  const Floats coefficient = all<Floats>(args.weights[row] * advantage);
   for_each_vector(0, n, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     Mask chosen = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
-    Floats a = coefficient;
+    const SignedTokens tokens = advantages.template at<kWhole>(i, own);
+    Floats a = of_row * tokens.advantage;
     if (weights) {
       const Floats weight = load_own<kWhole>(own, weights + i);
       chosen = but_not(own, is_nan(weight)), a *= weight;
     }
     const Floats logp = load_own<kWhole>(own, source.logp + i);
     const Floats x = difference(chosen, logp, load_own<kWhole>(own, source.old_logp + i));
-    gates.step(i, keep_if(chosen, kind), negative, x, a, low, high, logp);
+    gates.step(i, keep_if(chosen, tokens.kind), tokens.negative, x, a, tokens.low, tokens.high, logp);
   });
   return gates.counts.finish(terms);
 }
@@ -87,15 +92,17 @@ TokenLoop pick_token_loop(bool drop, bool driven) {
   return driven ? token_loop<kScoreHead, kSplit, false, true> : token_loop<kScoreHead, kSplit, false, false>;
 }
 
-template <bool kScoreHead, bool kSplit>
+template <bool kScoreHead, bool kSplit, bool kOfTokens>
 FastLoop pick_fast_loop(bool drop) {
-  return drop ? fast_loop<kScoreHead, kSplit, true> : fast_loop<kScoreHead, kSplit, false>;
+  return drop ? fast_loop<kScoreHead, kSplit, true, kOfTokens> : fast_loop<kScoreHead, kSplit, false, kOfTokens>;
 }
 
-inline FastLoop pick_fast_loop(const GateStructure& structure, bool split) {
-  const bool drop = structure.token == TokenGate::drop;
-  if (structure.head == Head::score) return split ? pick_fast_loop<true, true>(drop) : pick_fast_loop<true, false>(drop);
-  return split ? pick_fast_loop<false, true>(drop) : pick_fast_loop<false, false>(drop);
+template <bool kOfTokens>
+FastLoop pick_fast_loop(const GateStructure& structure, const TermPlan& term) {
+  if (!term.is_plain()) return pick_fast_term_loop<kOfTokens>(term);
+  if (structure.head == Head::score)
+    return term.split ? pick_fast_loop<true, true, kOfTokens>(term.drop) : pick_fast_loop<true, false, kOfTokens>(term.drop);
+  return term.split ? pick_fast_loop<false, true, kOfTokens>(term.drop) : pick_fast_loop<false, false, kOfTokens>(term.drop);
 }
 
 inline TokenLoop pick_token_loop(const GateStructure& structure, bool split, bool driven) {
@@ -103,6 +110,11 @@ inline TokenLoop pick_token_loop(const GateStructure& structure, bool split, boo
   if (structure.head == Head::score)
     return split ? pick_token_loop<true, true>(drop, driven) : pick_token_loop<true, false>(drop, driven);
   return split ? pick_token_loop<false, true>(drop, driven) : pick_token_loop<false, false>(drop, driven);
+}
+
+// Whether the bounds of the token gate do not ask for the sign of the advantage.
+inline bool has_bounds_of_both_signs(const Hierarchy& hierarchy) {
+  return hierarchy.token_low[0] == hierarchy.token_low[1] && hierarchy.token_high[0] == hierarchy.token_high[1];
 }
 
 // Which loss and gradient every call computes, and what its loops need.
@@ -117,10 +129,10 @@ struct TokenPlan {
   PreClip clip;  // else they enter it, where `measures_fast`
   bool measures_fast;  // the first sweep may take the fast path
   bool pays;  // tokens pay a penalty on their own log-ratios
+  bool opens;  // a fast-path tile may be under open gates: the token gate is a clip, and the loss A e^z
   bool weighs;  // tokens of fast-path blocks have weights or no policy term, see hierarchy_weights.h
   bool drops;  // the tokens of a leaf have one term
   bool fills_last;  // and their gradient is written when that through aggregates is known
-  bool opens;  // a fast-path tile may be under open gates: the token gate is a clip, and the loss A e^z
   bool keeps_ratios;  // where the gradient will be, for these tiles
   OpenLoops open_loops;
   MeasureFast measure_fast;
@@ -134,27 +146,27 @@ struct TokenPlan {
         term(call, hierarchy),
         has_term(hierarchy.term.present),
         loop(),
-        fast_loop(has_term ? pick_fast_term_loop(term) : pick_fast_loop(call.structure, hierarchy.split)),
-        may_be_fast(!call.args.advantage_per_token && !call.args.low && !call.args.high && !call.args.kl_weight &&
-                    !call.args.target),
+        fast_loop(call.args.advantage_per_token ? pick_fast_loop<true>(call.structure, term)
+                                                : pick_fast_loop<false>(call.structure, term)),
+        may_be_fast(!call.args.low && !call.args.high && !call.args.kl_weight && !call.args.target),
         as_they_are(!term.pre_gated && !term.mean_exp),
         clip(term.clip()),
         measures_fast(may_be_fast && (as_they_are || term.deviates() || (term.clips() && clip.narrows()))),
         pays(hierarchy.term.present && hierarchy.term.penalty != Penalty::none),
-        weighs(may_be_fast && weighs_terms(call.args)),
-        drops(measures_fast && term.drop && !term.split && term.one_for_all()),
-        opens(!has_term && call.structure.token == TokenGate::clip && term.keep != 0.0f && call.structure.head == Head::linear),
+        opens(!has_term && call.structure.token == TokenGate::clip && term.keep != 0.0f &&
+              call.structure.head == Head::linear && (!call.args.advantage_per_token || has_bounds_of_both_signs(hierarchy))),
+        weighs(may_be_fast && (weighs_terms(call.args) || (opens && call.args.advantage_per_token))),
+        drops(measures_fast && !call.args.advantage_per_token && term.drop && !term.split && term.one_for_all()),
         keeps_ratios(opens && call.args.grad && hierarchy.depth > 0 && as_they_are),
         open_loops(hierarchy.split, keeps_ratios, weighs),
         measure_fast() {
     const GateStructure& structure = call.structure;
     const bool clips = structure.token == TokenGate::clip;
-    bool through = false, to_self = false;
+    bool through = false;
     by_sign = false;
     driven = false;
     for (int k = 0; k < hierarchy.depth; ++k) {
       through |= hierarchy.levels[k].routing == Routing::through;
-      to_self |= hierarchy.levels[k].routing == Routing::self;
       by_sign |= k > 0 && hierarchy.levels[k].routing == Routing::through;
     }
     for (int sign = 0; sign < 2; ++sign) {
@@ -164,7 +176,7 @@ struct TokenPlan {
     }
     carries = through && structure.head != Head::score && call.args.grad;
     by_sign &= carries;
-    fills_last = drops && carries && !(weighs && to_self) && !call.args.ref_logp;  // else each token has its own besides
+    fills_last = drops && carries && !(weighs && term.to_self) && !call.args.ref_logp;  // else each token has its own besides
     loop = pick_token_loop(structure, hierarchy.split, driven);
     FirstSweep sweep = keeps_ratios ? FirstSweep::keeps_ratios : FirstSweep::plain;
     if (!as_they_are) sweep = term.deviates() ? FirstSweep::deviates : FirstSweep::clips;
@@ -219,7 +231,7 @@ struct BlockGate {
     if (plan.driven || plan.has_term) load_bounds(call, plan.bounds, first, n, tile, terms);
     const GateCounts counts = plan.has_term ? run_terms(call, first, n, weighted, tile, coefficient, loss, grad)
                                             : run_loop(tile, coefficient, call.args.logp + first, loss, grad, n);
-    if (plan.carries && weighted) add_flows(tile, plan.has_term ? terms.slope : loss, n);
+    if (weighted) add_flows(call.args, first, plan.has_term ? terms.slope : loss, n);
     drop_infinite(call, n, tile, loss, grad);
     return counts;
   }
@@ -233,9 +245,7 @@ struct BlockGate {
         .add_to(partial.slots);
     if (call.args.grad && !whole) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
     add_runs(tile.loss, n, partial.sums[kLossSum]);
-    if (!plan.carries) return;
-    if (terms.flows) add_past_token(n);
-    if (plan.by_sign) add(plan.has_term ? terms.slope : tile.loss, n, lanes.by_sign[call.args.advantages[row] < 0.0f]);
+    add_flows(call.args, first, plan.term.is_plain() ? tile.loss : terms.slope, n);
   }
 
  private:
@@ -273,12 +283,15 @@ struct BlockGate {
   // the bit, which is the on-policy promise.
   void add(float* each, int n, double* sums) const { plan.term.drop ? add_terms(each, n, sums) : add_runs(each, n, sums); }
 
-  // slope: d loss / d z of each token.
-  void add_flows(const Tile& tile, const float* slope, int n) const {
+  // slope: d loss / d z of each token, 0 where it has no term.
+  void add_flows(const PolicyLossArgs& args, int64_t first, float* slope, int n) const {
+    if (!plan.carries) return;
     if (terms.flows) add_past_token(n);
     if (!plan.by_sign) return;
-    for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(tile.chosen[i] == kPositive, slope[i]);
-    for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(tile.chosen[i] == kNegative, slope[i]);
+    if (!args.advantage_per_token) return add(slope, n, lanes.by_sign[args.advantages[row] < 0.0f]);
+    const float* advantages = args.advantages + first;
+    for (int i = 0; i < n; ++i) terms.by_sign[0][i] = keep_if(!(advantages[i] < 0.0f), slope[i]);
+    for (int i = 0; i < n; ++i) terms.by_sign[1][i] = keep_if(advantages[i] < 0.0f, slope[i]);
     for (int i = 0; i < 2; ++i) add(terms.by_sign[i], n, lanes.by_sign[i]);
   }
 };
@@ -286,14 +299,14 @@ struct BlockGate {
 // Adds the gradient through aggregates to that of a fast-path tile.
 inline void add_to_fast(const TermPlan& plan, const PolicyLossArgs& args, int64_t first, int64_t row, int begin, int end,
                         const AggregateGrad& aggregate_grad) {
-  const Ints negative = Ints{} - (args.advantages[row] < 0.0f);
+  const Signs signs = Signs::of_row(args, row, first);
   const FastSource source(args, first);
   float* grad = args.grad + first;
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Floats x = source.log_ratio<kWhole>(i, own);
     Floats flow = blend(less(x, Floats{}), all<Floats>(aggregate_grad.falling), all<Floats>(aggregate_grad.rising));
-    flow = plan.through_pre_gate(negative, x, flow);
+    flow = plan.through_pre_gate(signs.at<kWhole>(i, own), x, flow);
     const Floats here = args.mask ? keep_if(present_own<kWhole>(own, args.mask + first + i), flow) : flow;
     store_own<kWhole>(own, load_own<kWhole>(own, grad + i) + here, grad + i);
   });

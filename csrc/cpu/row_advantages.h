@@ -47,7 +47,13 @@ struct RowAdvantages {
   }
 
  private:
+  // Advantages of tokens mostly differ among the first of them.
   bool differs(const PolicyLossArgs& args, const Stretch& here) const {
+    const int64_t few = here.tokens < kRun ? here.tokens : kRun;
+    return some_differ(args, {here.row, here.first, few}) || some_differ(args, {here.row, here.first + few, here.tokens - few});
+  }
+
+  bool some_differ(const PolicyLossArgs& args, const Stretch& here) const {
     const Ints row = Ints(all<Floats>(of_rows[here.row]));
     Ints differing = {};
     for_each_vector(0, int(here.tokens), [&](int i, Mask own, auto whole) HPO_INSIDE {

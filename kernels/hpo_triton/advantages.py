@@ -233,9 +233,9 @@ def _normalise_term(
 @kernel
 def _normalise_few(
     advantages,
-    values,  # by term, as ids and weights
-    ids,
-    weights,
+    values_0, values_1, values_2, values_3, values_4, values_5, values_6, values_7,  # by term, as ids and weights
+    ids_0, ids_1, ids_2, ids_3, ids_4, ids_5, ids_6, ids_7,
+    weights_0, weights_1, weights_2, weights_3, weights_4, weights_5, weights_6, weights_7,
     mask,
     apply_mask,
     units: tl.int64,
@@ -253,6 +253,9 @@ def _normalise_few(
     UNITS: tl.constexpr,
     OTHERS: tl.constexpr,
 ):  # fmt: skip
+    values = (values_0, values_1, values_2, values_3, values_4, values_5, values_6, values_7)
+    ids = (ids_0, ids_1, ids_2, ids_3, ids_4, ids_5, ids_6, ids_7)
+    weights = (weights_0, weights_1, weights_2, weights_3, weights_4, weights_5, weights_6, weights_7)
     eps = (eps_0, eps_1, eps_2, eps_3, eps_4, eps_5, eps_6, eps_7)
     coefficients = (
         coefficient_0, coefficient_1, coefficient_2, coefficient_3, coefficient_4, coefficient_5, coefficient_6,
@@ -391,11 +394,11 @@ def group_normalise(inputs: GroupInputs, spec: GroupNormalisation) -> torch.Tens
 
 def _normalise_at_once(inputs: GroupInputs, spec: GroupNormalisation, advantages: torch.Tensor) -> None:
     units, terms = advantages.numel(), spec.terms
-    unused = [0.0] * (MOST_TERMS - len(terms))
+    none, unused = [None] * (MOST_TERMS - len(terms)), [0.0] * (MOST_TERMS - len(terms))
     block, others = few_blocks(units)
     launch(
-        _normalise_few, triton.cdiv(units, block), advantages, tuple(inputs.values), tuple(inputs.ids),
-        tuple(inputs.weights), inputs.mask, inputs.apply_mask, units, spec.share_eps, spec.share_least,
+        _normalise_few, triton.cdiv(units, block), advantages, *inputs.values, *none, *inputs.ids, *none,
+        *inputs.weights, *none, inputs.mask, inputs.apply_mask, units, spec.share_eps, spec.share_least,
         *(term.eps for term in terms), *unused, *(term.coefficient for term in terms), *unused,
         sum(term.ddof << k for k, term in enumerate(terms)),
         sum(int(term.keep_singletons) << k for k, term in enumerate(terms)),

@@ -15,6 +15,7 @@ from ..specs import Action, CorrectionSpec, Statistic
 from .math import SATURATION, clamp, exp, k3, k3_slope, log_parts, log_tail
 from .rows import load
 from .terms import by_sign
+from .tokens import advantage_of
 
 LOG_RATIO = tl.constexpr(int(Statistic.LOG_RATIO))
 K2 = tl.constexpr(int(Statistic.K2))
@@ -115,10 +116,7 @@ def weight_of_tokens(loaded, inputs, bounds, row, rows, token, tokens, whole, RE
             first = load(inputs.correction_first, token, tokens, whole, READING.aligned)
         second = load(inputs.correction_second, token, tokens, whole, READING.aligned)
         v = statistic_of(first, second, READING.rule.statistic)
-        if READING.advantage_per_token:
-            negative = loaded.advantage < 0.0
-        else:
-            negative = tl.load(inputs.advantages + row, mask=row < rows, other=0.0) < 0.0
+        negative = advantage_of(inputs, loaded, row, row < rows, READING) < 0.0
         # Field by field: in Triton 3.6 a tuple inside a constant tuple is no constant as an argument.
         low, high = by_sign(negative, bounds.low), by_sign(negative, bounds.high)
         factor = factor_of(v, low, high, READING.rule.action, READING.rule.strict)

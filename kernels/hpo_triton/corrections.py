@@ -42,7 +42,7 @@ from .leaves import (
 )
 from .rows import SLOT, SLOTS
 from .terms import by_sign
-from .tokens import Rule, load_tokens, reading_of
+from .tokens import Rule, advantage_of, load_tokens, reading_of
 
 CORRECT = tl.constexpr(SUM.value + 1)
 MEAN = tl.constexpr(int(Reduction.MEAN))
@@ -145,10 +145,7 @@ def _correct_block(
     slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
     slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, 4)
     loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
-    if READING.advantage_per_token:
-        negative = loaded.advantage < 0.0
-    else:
-        negative = tl.load(inputs.advantages + of_row, mask=held & (of_row < rows), other=0.0) < 0.0
+    negative = advantage_of(inputs, loaded, of_row, held & (of_row < rows), READING) < 0.0
     own = statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
     v = own
     if DEPTH > 0:

@@ -214,26 +214,21 @@ def run_of(sorted_ids, units):
 
 @kernel
 def _sum_tiles(
-    sums,  # [groupings, tiles, FIELDS] float64
-    values,  # by grouping, as ids and weights
+    sums,  # [tiles, FIELDS] float64
+    values,
     ids,
     weights,
     mask,
     units: tl.int64,
-    tiles: tl.int64,
-    GROUPINGS: tl.constexpr,
     EXTREMES: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
-    begin = tl.zeros([1, 1], tl.int64) + program % tiles * TILE_UNITS
+    begin = tl.zeros([1, 1], tl.int64) + program * TILE_UNITS
     length = tl.minimum(units - begin, TILE_UNITS)
-    for k in tl.static_range(GROUPINGS):
-        if program // tiles == k:
-            given = Given(values[k], ids[k], weights[k], mask)
-            group = sum_group(given, None, begin, length, None, TILE_UNITS, EXTREMES)
-            at = sums + program * FIELDS + tl.zeros([1, 1], tl.int32)
-            for field in tl.static_range(FIELDS):
-                tl.store(at + field, group[field])
+    group = sum_group(Given(values, ids, weights, mask), None, begin, length, None, TILE_UNITS, EXTREMES)
+    at = sums + program * FIELDS + tl.zeros([1, 1], tl.int32)
+    for field in tl.static_range(FIELDS):
+        tl.store(at + field, group[field])
 
 
 @kernel
@@ -333,16 +328,13 @@ def few_blocks(units: int) -> tuple[int, int]:
 
 
 def all_members(groupings: Sequence[Given], extremes: bool = False) -> torch.Tensor:
-    """The sums over all members, whatever their groups, ``[groupings, FIELDS]`` float64: two launches."""
-    first, count = groupings[0].x, len(groupings)
-    values, ids, weights, masks = zip(*groupings, strict=True)
-    tiles = triton.cdiv(first.numel(), TILE_UNITS.value)
-    sums = torch.empty((count, tiles, FIELDS.value), dtype=torch.float64, device=first.device)
-    totals = torch.empty((count, FIELDS.value), dtype=torch.float64, device=first.device)
-    launch(
-        _sum_tiles, count * tiles, sums, values, ids, weights, masks[0], first.numel(), tiles, GROUPINGS=count,
-        EXTREMES=extremes,
-    )  # fmt: skip
+    """The sums over all members, whatever their groups, ``[groupings, FIELDS]`` float64: a launch for each, and one."""
+    units, count, device = groupings[0].x.numel(), len(groupings), groupings[0].x.device
+    tiles = triton.cdiv(units, TILE_UNITS.value)
+    sums = torch.empty((count, tiles, FIELDS.value), dtype=torch.float64, device=device)
+    totals = torch.empty((count, FIELDS.value), dtype=torch.float64, device=device)
+    for of_grouping, given in zip(sums, groupings, strict=True):
+        launch(_sum_tiles, tiles, of_grouping, *given, units, EXTREMES=extremes)
     launch(_merge_tiles, count, sums, totals, tiles)
     return totals
 

@@ -95,7 +95,7 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
     leaves = triton.cdiv(rows, ROWS.value)
     counts = torch.empty(rows, dtype=torch.int64, device=device)
     broken = torch.empty(leaves, dtype=torch.int32, device=device)
-    programs = triton.cdiv(number_of_slots(rows, total_tokens), SLOTS)
+    programs = triton.cdiv(number_of_slots(rows, total_tokens), SLOTS.value)
     launch(_begin_counts, leaves, cu_seqlens, counts, broken, total_tokens, rows)
     launch(
         _count_rows, programs, cu_seqlens, mask, broken, counts, total_tokens, rows, leaves,

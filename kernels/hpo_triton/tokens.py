@@ -111,6 +111,16 @@ def load_constants(inputs, logp, token, tokens, whole, READING: tl.constexpr):
 
 
 @triton.jit
+def advantage_of(inputs, loaded, row, exists, READING: tl.constexpr):
+    """Of each token, loaded or its row's, read where that ``exists``."""
+    if READING.advantage_per_token:
+        advantage = loaded.advantage
+    else:
+        advantage = tl.load(inputs.advantages + row, mask=exists, other=0.0)
+    return advantage
+
+
+@triton.jit
 def read_tokens(inputs, loaded, token_weight, row, rows, inside, READING: tl.constexpr):
     """``token_weight``: see weight_of_tokens; ``row`` and ``inside`` broadcast to the tokens. Selects and never
     multiplies by a mask: what a masked position holds does not matter, not even NaN."""
@@ -128,10 +138,7 @@ def read_tokens(inputs, loaded, token_weight, row, rows, inside, READING: tl.con
     unknown = given & (known == False)  # noqa: E712 (`not` is for scalars)
 
     weight = tl.load(inputs.weights + row, mask=row < rows, other=0.0)
-    if READING.advantage_per_token:
-        advantage = loaded.advantage
-    else:
-        advantage = tl.load(inputs.advantages + row, mask=row < rows, other=0.0)
+    advantage = advantage_of(inputs, loaded, row, row < rows, READING)
     scaled = weight * advantage
     unweighted = advantage
     if inputs.token_weight is not None or READING.rule is not None:

@@ -173,7 +173,7 @@ def test_what_else_is_asked_for_changes_no_bit(gate, masked, backend="cpu"):
             assert torch.equal(plain.metrics.vector, other.metrics.vector)
             for way in ("few", "selection", "window"):
                 given = WAYS[way](example, gate)
-                fast = example.run(gate, backend, **given)
+                fast = example.run(gate, backend, **given) if given else plain
                 of_tokens = differing(example.advantages[example.row()])
                 long_way = example.run(gate, backend, advantages=of_tokens, **given)
                 largest = long_way.grad.abs().max().item()

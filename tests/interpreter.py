@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+import triton.runtime.jit as jit
 
 
 def patch_interpreter() -> None:
@@ -40,6 +41,9 @@ def patch_interpreter() -> None:
     interpreter.inspect = inspect_once()
     interpreter._patch_builtin = patch_remembered_builtins
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
+    interpreter.InterpretedFunction.__call__ = call_rewritten
+    tl.str_to_ty = functools.cache(tl.str_to_ty)
+    jit._normalize_ty = functools.cache(jit._normalize_ty)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     spare_checks_of_data()
@@ -72,14 +76,25 @@ def inspect_once():
 FLOATS = {"fp32", "fp64"}
 LIMITS = {"int32": 2**31, "int64": 2**63}
 COMMON = {*FLOATS, *LIMITS, "int1"}
+COMPARISONS = {
+    "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal,
+    "__eq__": np.equal, "__ne__": np.not_equal,
+}  # fmt: skip
+OPERATORS = {
+    "__add__": np.add, "__radd__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__rmul__": np.multiply,
+    "__and__": np.bitwise_and, "__or__": np.bitwise_or, **COMPARISONS,
+}  # fmt: skip
 WIDER = {("int32", "int64"), ("int32", "fp64"), ("int64", "fp64"), ("fp32", "fp64")}
+blocks = {}  # name of an element type and id of a shape -> block type
 builtins_of = {}  # id of a module or class of the language -> its builtin functions, by name
 
 
 def patch_remembered_builtins(package, builder, scope) -> None:
     if id(package) not in builtins_of:
         members = inspect.getmembers(package, tl.core.is_builtin)
-        builtins_of[id(package)] = {name: interpreted(member) for name, member in members}
+        found = builtins_of[id(package)] = {name: interpreted(member) for name, member in members}
+        if package is tl.tensor and hasattr(interpreter.interpreter_semantic, "scalar_constant"):
+            found.update({name: operator(name, found[name]) for name in OPERATORS})
     for name, function in builtins_of[id(package)].items():
         if getattr(package, name) is function:  # an enclosing launch has patched the package
             return
@@ -95,6 +110,57 @@ def interpreted(builtin):
         return function(*args, **kwargs)
 
     return call
+
+
+def operator(name, search):
+    """An operator of tensors of one type, of one tensor and a number of its type, or of an address and integers; for
+    others ``search`` finds a common type."""
+    function, compares, adds = OPERATORS[name], name in COMPARISONS, name == "__add__"
+    kinds = {*LIMITS, "int1"} if name in ("__and__", "__or__") else {*LIMITS, *FLOATS}
+
+    def operate(self, other):
+        handle, kind = self.handle, self.type
+        scalar = kind.scalar
+        if type(other) is tl.tensor:
+            beside = other.type
+            if beside.is_block():
+                if not kind.is_block():
+                    kind = block_of(kind, beside.shape)
+                elif kind.shape is not beside.shape:
+                    return search(self, other)
+            if scalar.name in kinds and beside.scalar.name == scalar.name:
+                data = function(handle.data, other.handle.data)
+            elif adds and scalar.is_ptr() and beside.scalar.name in LIMITS:
+                return tl.tensor(interpreter.interpreter_builder.create_addptr(handle, other.handle), kind)
+            else:
+                return search(self, other)
+        elif kind.is_block() and scalar.name in kinds and takes(scalar.name, other):
+            data = function(handle.data, other)
+        else:
+            return search(self, other)
+        if compares:
+            kind = block_of(tl.int1, kind.shape) if kind.is_block() else tl.int1
+        return tl.tensor(interpreter.TensorHandle(data, handle.dtype.scalar), kind)
+
+    return operate
+
+
+def block_of(scalar, shape):
+    key = (scalar.name, id(shape))
+    if key not in blocks:
+        blocks[key] = tl.block_type(scalar, shape)
+    return blocks[key]
+
+
+def call_rewritten(self, *args, **kwargs):
+    """Calls a device function, whose text is rewritten once."""
+    if "rewritten" not in vars(self):
+        interpreter._patch_lang(self.fn)
+        self.rewritten = self.rewrite()
+    try:
+        return self.rewritten(*args, **kwargs)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
 
 
 def remembered(np_dtype):
@@ -157,6 +223,7 @@ def share_block_types() -> None:
         return same or equal(self, other)
 
     tl.block_type.__init__, tl.block_type.__eq__ = __init__, __eq__
+    tl.block_type.with_element_ty = lambda self, scalar: block_of(scalar, self.shape)
 
 
 def share_shapes_of_tensors() -> None:
@@ -205,7 +272,7 @@ def spare_conversions() -> None:
     cast, broadcast, computation_type = semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl
     checked = semantic.binary_op_type_checking_impl
     equal = tl.dtype.__eq__
-    computation_types, blocks, splats = {}, {}, {}
+    computation_types, splats = {}, {}
 
     def cast_others(self, input, dst_ty, fp_downcast_rounding=None):
         kind, wanted = input.type, dst_ty.scalar
@@ -215,12 +282,6 @@ def spare_conversions() -> None:
             handle = interpreter.TensorHandle(input.handle.data.astype(interpreter._get_np_dtype(wanted)), wanted)
             return self.tensor(handle, block_of(wanted, kind.shape) if kind.is_block() else wanted)
         return cast(self, input, dst_ty, fp_downcast_rounding)
-
-    def block_of(scalar, shape):
-        key = (scalar.name, id(shape))
-        if key not in blocks:
-            blocks[key] = tl.block_type(scalar, shape)
-        return blocks[key]
 
     def as_block(self, scalar, shape):
         kind, data = block_of(scalar.type, shape), scalar.handle.data

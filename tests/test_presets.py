@@ -44,22 +44,19 @@ def influences(example):
 def inputs(example, given):
     """What a preset is given."""
     ring = ((0.08, 0.1), (0.13, 0.16))
+    of_ring = (example.logp, example.old_logp, example.advantages, example.batch, *ring)
     return {
-        "": {},
-        "bounds": {"bounds": (example.low, example.high)},
-        "token_mask": {"token_mask": example.token_mask},
-        "penalty_mask": {"penalty_mask": example.penalty_mask},
-        "target": {"target": example.target},
-        "future": {"token_weight": influences(example)},
-        "roll": {"rollout_logp": example.rollout_logp},
-        "pairs": {},
-        "ring": {
-            "token_mask": gates.rec_ring_mask(
-                example.logp, example.old_logp, example.advantages, example.batch, *ring
-            ).token_mask
-        },
-        "chord_weight": {"token_weight": gates.chord_weight(example.logp.double())},
-    }[given]  # fmt: skip
+        "": dict,
+        "bounds": lambda: {"bounds": (example.low, example.high)},
+        "token_mask": lambda: {"token_mask": example.token_mask},
+        "penalty_mask": lambda: {"penalty_mask": example.penalty_mask},
+        "target": lambda: {"target": example.target},
+        "future": lambda: {"token_weight": influences(example)},
+        "roll": lambda: {"rollout_logp": example.rollout_logp},
+        "pairs": dict,
+        "ring": lambda: {"token_mask": gates.rec_ring_mask(*of_ring).token_mask},
+        "chord_weight": lambda: {"token_weight": gates.chord_weight(example.logp.double())},
+    }[given]()  # fmt: skip
 
 
 def by_formula(example, objective, given, dtype=torch.float64):

@@ -37,6 +37,8 @@ HPO_OPAQUE inline void swap_stack(void** /* rdi: where to store */, void* /* rsi
 #endif
 
 class Fiber {
+  static constexpr size_t kStack = 256 << 10;
+
  public:
   // The stack of the host.
   Fiber() = default;
@@ -84,7 +86,11 @@ class Fiber {
 #endif
   }
 
-  bool holds(uintptr_t address) const { return address - reinterpret_cast<uintptr_t>(bottom_) < kStack; }
+  struct Stack {
+    uintptr_t bottom;
+    bool holds(uintptr_t address) const { return address - bottom < kStack; }
+  };
+  Stack stack() const { return {reinterpret_cast<uintptr_t>(bottom_)}; }
 
   // Leaves this fiber, which must be the running one, for another; returns when a fiber switches back.
   void switch_to(Fiber& other) {
@@ -102,8 +108,6 @@ class Fiber {
   }
 
  private:
-  static constexpr size_t kStack = 256 << 10;
-
   static void start() {
     arrive();
     entered_->entry_();

@@ -5,6 +5,7 @@
 // any access to memory, atomic operation or fence, for another thread of its block or for another block: three exist at once.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -45,11 +46,8 @@ class Machine {
     const size_t places = together ? blocks : std::min(blocks, size_t(order_.is_random ? 3 : 1));
     make_blocks(places);
     try {
-      is_running_ = true;
       run_blocks(blocks, places);
-      is_running_ = false;
     } catch (...) {
-      is_running_ = false;
       forget_fibers();
       throw;
     }
@@ -121,9 +119,13 @@ class Machine {
     if (!wrong.empty()) fail(wrong, site);
   }
 
-  // The hook before each access. It throws nothing, because compilers believe that a hook returns.
+  // The hook before each access, mostly to the stack. It throws nothing, because compilers believe that a hook returns.
   void access(uintptr_t address, size_t bytes, bool writes) {
-    if (!is_running_ || !is_global(address)) return;
+    const uintptr_t frame = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+    if (stack_.load(std::memory_order_relaxed).holds(frame) && is_global(address)) access_global(address, bytes, writes);
+  }
+
+  [[gnu::noinline]] void access_global(uintptr_t address, size_t bytes, bool writes) {
     if (address % bytes != 0) stop(std::string("a misaligned ") + (writes ? "store" : "load"), bytes);
     if (order_.is_random && order_.draw() % 64 == 0) leave_block();
     if (bytes < 4) return;
@@ -150,7 +152,9 @@ class Machine {
     current_->fiber->switch_to(host_);
   }
 
-  bool is_global(uintptr_t address) const { return !current_->fiber->holds(address) && !block_->shared.holds(address); }
+  bool is_global(uintptr_t address) const {
+    return !stack_.load(std::memory_order_relaxed).holds(address) && !block_->shared.holds(address);
+  }
   size_t thread() const { return size_t(current_ - block_->threads.data()); }
 
   static uint3 unflatten(size_t number, dim3 shape) {
@@ -322,6 +326,7 @@ class Machine {
   void make_current(Thread& thread) {
     thread.state = Thread::kReady;
     current_ = &thread;
+    stack_.store(thread.fiber->stack(), std::memory_order_relaxed);
     threadIdx = thread.index;
   }
 
@@ -399,11 +404,11 @@ class Machine {
   Order order_;
   size_t dynamic_bytes_ = 0;
   bool together_ = false;
-  inline static thread_local bool is_running_ = false;  // not the host code of another thread
   MemoryModel memory_;
   std::vector<std::unique_ptr<Block>> blocks_;
   Block* block_ = nullptr;
   Thread* current_ = nullptr;
+  std::atomic<Fiber::Stack> stack_{};  // of the current thread; on another one runs the host, perhaps in a thread beside it
 
   Fiber host_;
   std::vector<std::unique_ptr<Fiber>> fibers_;

@@ -34,11 +34,12 @@ def window_score(
     usable = inside & torch.isfinite(values)
     width = last - first + 1
     score = torch.full_like(values, -math.inf)
+    offsets, rows, is_usable = cu_seqlens.tolist(), row.tolist(), usable.tolist()
     for t in inside.nonzero().flatten().tolist():
-        if not usable[t]:
+        if not is_usable[t]:
             score[t] = math.nan
             continue
-        begin, end = cu_seqlens[row[t]].item(), cu_seqlens[row[t] + 1].item()
+        begin, end = offsets[rows[t]], offsets[rows[t] + 1]
         low, high = max(t + first, begin), min(t + last, end - 1)
         reaches_out = high - low + 1 < width
         window = slice(low, max(low, high + 1))  # a negative end would count from the last token
@@ -47,13 +48,13 @@ def window_score(
             continue
         if invalid is Invalid.BREAK and chosen.numel() < high - low + 1:
             continue
-        terms = width if boundary is Boundary.ZERO else chosen.numel()
-        score[t] = {
-            WindowAggregate.MEAN: chosen.sum() / terms,
-            WindowAggregate.SUM: chosen.sum(),
-            WindowAggregate.MAX: chosen.max(),
-            WindowAggregate.MIN: chosen.min(),
-        }[aggregate]
+        if aggregate is WindowAggregate.MAX:
+            score[t] = chosen.max()
+        elif aggregate is WindowAggregate.MIN:
+            score[t] = chosen.min()
+        else:
+            terms = width if boundary is Boundary.ZERO else chosen.numel()
+            score[t] = chosen.sum() / (terms if aggregate is WindowAggregate.MEAN else 1)
     return score
 
 

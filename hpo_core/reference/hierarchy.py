@@ -36,9 +36,9 @@ def leaf_of_token(inputs: PolicyLossInputs, row: torch.Tensor) -> tuple[torch.Te
     if begin is None or end is None or owner is None:
         return row, bad
     leaf = torch.full_like(row, -1)
-    offsets, covered = inputs.cu_seqlens, 0
+    offsets, covered = inputs.cu_seqlens.tolist(), 0
     for index, (first, last, of) in enumerate(zip(begin.tolist(), end.tolist(), owner.tolist(), strict=True)):
-        inside = 0 <= of < offsets.numel() - 1 and offsets[of] <= first <= last <= offsets[of + 1]
+        inside = 0 <= of < len(offsets) - 1 and offsets[of] <= first <= last <= offsets[of + 1]
         if inside and covered <= first and last <= row.numel():
             leaf[first:last] = index
             covered = last

@@ -95,8 +95,8 @@ def value_loss(
 
     ``loss_t = max((V - R)^2, (C - R)^2) / 2`` with ``C = clamp(V, V_old - clip, V_old + clip)``, without ``old_values``
     ``(V - R)^2 / 2``; m_t is 1 for valid tokens, else 0, and w[s(t)] the entry of ``weights`` for the row of token t.
-    The gradient is ``w (V - R)``, and 0 where V lies beyond the clip on the far side of the return. It is made of
-    operations of PyTorch on any device, in float64; second derivatives exist.
+    The gradient is ``w (V - R)``, and 0 where V lies beyond the clip and nearer to the return than C: it has moved far
+    enough. The loss is made of operations of PyTorch on any device, in float64; second derivatives exist.
 
     Args:
         values: ``[T]`` (or the padded ``[B, L]``) float32 or float64, V of the current critic.
@@ -109,7 +109,7 @@ def value_loss(
 
     A critic of steps has a batch of its own: rows are trajectories, and their tokens the steps.
 
-    A token whose value, old value or return is NaN or infinite is left out, and counted in the metrics.
+    A token whose value, old value, return or weight is NaN or infinite is left out, and counted in the metrics.
 
     Traps: the factor 1/2 is that of verl and TRL; a coefficient of a trainer without it is half of one here. Returns
     are made of advantages before these are whitened.
@@ -155,7 +155,8 @@ def value_loss(
     if old is not None:
         counted = counted & old.isfinite()
 
-    def kept(tensor: torch.Tensor) -> torch.Tensor:  # a masked position changes no bit, and its gradient is 0
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        # Selects, so that NaN at a masked position changes no bit and gets the gradient 0.
         return torch.where(counted, tensor, 0.0).double()
 
     value, target, weight = kept(value), kept(target), kept(weight)
@@ -165,7 +166,7 @@ def value_loss(
         before = kept(old)
         of_clipped = value.detach().clamp(before - clip, before + clip) - target
         clipped = of_clipped.abs() > error.abs()
-        larger = torch.where(clipped, of_clipped, error)
+        larger = torch.where(clipped, of_clipped, error)  # clipped tokens get the gradient +0
     loss = sum_in_order(weight * (0.5 * larger.square()))
 
     value, error = value.detach(), error.detach()

@@ -74,6 +74,24 @@ def test_metrics():
         out.metrics.raise_for_flags()
 
 
+def test_a_weight_that_is_no_number_leaves_its_tokens_out():
+    batch = hpo.PackedBatch(torch.tensor([0, 2, 3, 5]), torch.tensor([True, True, True, False, False]))
+    leaf = torch.ones(5, requires_grad=True)
+    out = hpo.value_loss(leaf, torch.zeros(5), batch, weights=torch.tensor([0.5, math.nan, math.inf]))
+    out.loss.backward()
+    assert out.loss == 0.5 and leaf.grad.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0]
+    assert out.metrics["broken_tokens"] == 1  # the tokens of the last row are masked
+
+
+def test_metrics_of_different_losses_do_not_add_up():
+    batch, zeros = hpo.PackedBatch.from_lengths([2]), torch.zeros(2)
+    of_critic = hpo.value_loss(zeros, zeros, batch).metrics
+    of_actor = hpo.policy_loss(zeros, None, torch.ones(1), batch).metrics
+    for one, other in ((of_critic, of_actor), (of_actor, of_critic)):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            one + other
+
+
 def test_metrics_of_nothing_and_of_equal_returns():
     nothing = hpo.value_loss(torch.zeros(0), torch.zeros(0), hpo.PackedBatch.from_lengths([]))
     assert nothing.loss == 0 and math.isnan(nothing.metrics.compute()["value_mean"])

@@ -15,7 +15,7 @@ struct Signs {
   const int32_t* kinds;
   bool negative;
 
-  // Those of the tokens of one row behind the first.
+  // The signs of the tokens of one row, by place behind the first.
   static Signs of_row(const PolicyLossArgs& args, int64_t row, int64_t first) {
     if (args.advantage_per_token) return {args.advantages + first, nullptr, false};
     return {nullptr, nullptr, args.advantages[row] < 0.0f};

@@ -125,7 +125,7 @@ struct Sweeps {
     return true;
   }
 
-  // BlockWeights looks at advantages besides.
+  // Where tokens have weights, BlockWeights has looked at their advantages.
   bool has_ordinary_inputs(const Call& here, int64_t row, int64_t first, int begin, int end) const {
     const PolicyLossArgs& args = here.args;
     if (args.advantage_per_token && !plan.weighs && !has_finite_advantages(args, row, first, begin, end)) return false;
@@ -227,7 +227,7 @@ struct Sweeps {
   // Of a fast-path block under open levels, what is clipped, which tokens are not, and what flows into aggregates.
   void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
     const bool split = plan.hierarchy.split, of_tokens = call.args.advantage_per_token;
-    // ready by the time that it is needed
+    // The loss of a clipped token comes first: it is ready by the time that it is needed.
     const ClippedLoss clipped(levels, split, of_tokens ? 1.0f : row_coefficient(call.args, block.row));
     OpenTokens& open = scratch.open;
     OpenCounts counts;
@@ -449,6 +449,7 @@ inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& sc
       flush();
       return measure_one(sweeps, block);
     }
+    // The blocks that wait have one plan: rows whose tokens have advantages have another one than the rest.
     if (count == kFewRows || (count > 0 && (&sweeps != &sweeps_of.at(blocks[0].row) ||
                                             block.first + block.tokens - blocks[0].first > kTile - kGridOfLines)))
       flush();

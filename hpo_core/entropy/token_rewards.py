@@ -51,7 +51,7 @@ def gtpo(
     """
     check_rows(batch, is_correct=is_correct)
     given, row = read(batch, entropy=entropy), batch.row_of_token()
-    outcome = of_row(_outcomes(is_correct, batch), row, -1)
+    outcome = of_row(outcomes(is_correct, batch), row, -1)
     right = of_row(is_correct, row, False)
     position = torch.where(given.usable, place_in_row(given.usable, batch), -1)
     sharers = dense_ids(outcome, position)
@@ -84,7 +84,7 @@ def grpo_s(
     """
     check_rows(batch, is_correct=is_correct)
     given, row = read(batch, entropy=entropy), batch.row_of_token()
-    outcome = _outcomes(is_correct, batch)
+    outcome = outcomes(is_correct, batch)
     mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
     usable = torch.isfinite(mean) & (outcome >= 0)
     shared = _shared(mean, is_correct, outcome, outcome, usable, alpha, normalised, backend)
@@ -92,7 +92,7 @@ def grpo_s(
     return as_advantages(torch.where(broken, torch.nan, shared), entropy, backend)
 
 
-def _outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+def outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """An id ``[S]`` for each group and outcome, the same on all ranks; -1 outside every group."""
     right = is_correct.to(torch.int64)
     return right if batch.group_ids is None else dense_ids(batch.group_ids, right)

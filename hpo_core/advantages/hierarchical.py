@@ -52,7 +52,8 @@ def gigpo(
         scaled: False leaves out the standard deviations ("mean_norm").
         compat: ``"paper"`` counts a trajectory once in the statistics of episodes, ``"code"`` once per step, so that
             long ones weigh more (verl-agent's default).
-        singleton: of a prompt with one trajectory; ``"raw"`` keeps its reward, as verl-agent's loops do.
+        singleton: of a prompt with one trajectory, or in the code's form with one step; ``"raw"`` keeps its reward, as
+            verl-agent's loops do.
 
     The other arguments, all ``[N]``, are described in :mod:`hpo_core.advantages`; ``batch.ids_of_steps()`` makes the
     ids of prompts and trajectories.

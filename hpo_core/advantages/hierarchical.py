@@ -108,7 +108,8 @@ def hgpo(
     Args:
         history: K, 2 or 4 in the paper.
         scaled: False leaves out the standard deviations (WebShop).
-        base_group: adds GiGPO's episode advantage, each step counted, as one more level of l = 1.
+        base_group: adds GiGPO's episode advantage, each step counted, as one more level of l = 1. A prompt of one step
+            has none and gets 0, where the code keeps its reward.
         drop_zeros: a level in which a step's advantage is exactly 0 does not count, as in the paper and its code; an
             element that happens to equal its group's mean is dropped, too, which makes this discontinuous.
         compat: l_k = k + 1 in the ``"paper"``, k + 2 in the ``"code"``.

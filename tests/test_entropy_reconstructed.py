@@ -26,7 +26,7 @@ def test_funrl(drawn):
     expected = []
     for row, places in enumerate(drawn.rows):
         numbers = [drawn.entropy[t] for t in places if thought[t]]
-        bonus = min(0.3 * statistics.fmean(numbers), abs(own[row]) / 1.5) if numbers else 0.0
+        bonus = 0.3 * min(statistics.fmean(numbers), abs(own[row]) / 1.5) if numbers else 0.0
         expected.append(own[row] + bonus if row > 0 else 0.0)
     given = drawn.tensor(own), drawn.tensor(drawn.entropy), drawn.tensor(thought), drawn.batch
     drawn.agrees(R.funrl(*given, alpha=0.3, kappa=1.5, backend=drawn.backend), expected)

@@ -219,7 +219,8 @@ def flow_grpo(
     Returns ``[I]`` float32, the advantage of every turn of trajectory i.
 
     Mean and deviation weigh a trajectory by its turns. With T turns each this is GRPO times
-    ``sqrt((n T - 1) / (T (n - 1)))``.
+    ``sqrt((n T - 1) / (T (n - 1)))``. A prompt of one trajectory gets 0; of one turn the authors' trainer keeps its
+    reward.
 
     Args:
         rewards: ``[I]``, one per trajectory.
@@ -250,6 +251,9 @@ def m_grpo(
         multiplicity: ``[S]`` floating point, how often the alignment takes each sub-trajectory: rollouts are brought to
             a common number d of them by copying and dropping at random. ``d / d_k``, what is expected of a rollout with
             d_k, makes it deterministic. The loss weighs them the same way. None: once each.
+
+    Traps: the authors' release (AQ-MedAI/MrlX 0d04788) leaves advantages to slime's ``grpo`` with ddof 1 and eps 1e-6,
+    that is :func:`grpo`, and aligns nothing: sub-trajectories come from a queue.
 
     >>> m_grpo(torch.tensor([1.0, 0.1]), None)
     tensor([ 1., -1.])

@@ -84,11 +84,11 @@ def funrl(
     mask: torch.Tensor,
     batch: PackedBatch,
     *,
-    alpha: float,
+    alpha: float = 0.4,
     kappa: float = 2.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """FunRL (EGPO): ``A + min(alpha Hbar, |A| / kappa)``, Hbar the mean entropy of the response's chain of thought
+    """FunRL (EGPO): ``A + alpha min(Hbar, |A| / kappa)``, Hbar the mean entropy of the response's chain of thought
     (arXiv 2508.05118). Returns ``[S]`` float32.
 
     Args:
@@ -96,12 +96,14 @@ def funrl(
         entropy: ``[T]`` in nats.
         mask: ``[T]`` bool, the tokens of the chain of thought. A response without any keeps its advantage.
 
-    Assumed: the bonus, which a figure calls ``sigma(H)`` and the abstract says is clipped, has the form of
-    :func:`.entropy_advantage`.
+        alpha, kappa: 0.4 and 2. With alpha below kappa no sign changes.
+
+    Assumed: that form and those numbers, which a port (zhangdw156/verl) gives as the paper's; of the bonus the abstract
+    says that it is clipped. The clip is inside alpha here, in :func:`.entropy_advantage` outside.
 
     >>> given = torch.tensor([1.0, -0.1]), torch.tensor([0.2, 0.4, 1.0]), torch.tensor([True, True, True])
-    >>> funrl(*given, PackedBatch.from_lengths([2, 1]), alpha=0.5)
-    tensor([ 1.1500, -0.0500])
+    >>> funrl(*given, PackedBatch.from_lengths([2, 1]))
+    tensor([ 1.1200, -0.0800])
     """
     check_rows(batch, advantages=advantages)
     check_tokens(batch, mask=mask)
@@ -109,7 +111,7 @@ def funrl(
     given = read(batch, entropy=entropy)
     mean = means_of_segments(given.values, batch.row_of_token(), batch.rows, given.usable & mask, backend)
     own = known(advantages.detach().double())
-    bonus = two_knot(mean, low=(0.0, alpha), high=(0.0, alpha), most=own.abs() / kappa)
+    bonus = alpha * two_knot(mean, low=(0.0, 1.0), high=(0.0, 1.0), most=own.abs() / kappa)
     return as_advantages(own + known(bonus), advantages, backend)
 
 
@@ -173,12 +175,13 @@ def seed_grpo(
     with as many meanings as answers it is log G.
 
     Args:
-        advantages: ``[S]``.
+        advantages: ``[S]``, in the paper :func:`hpo_core.advantages.dr_grpo`'s.
         cluster_ids: ``[S]``, equal for answers with the same meaning; negative: its meaning is unknown, and the answer
             is none of the G.
         alpha: no number is known; at 1 a prompt whose answers all differ teaches nothing.
 
-    Assumed: the linear of the three decreasing functions that are named, and shares of answers, not of probability.
+    Assumed: of the three functions that are named (linear, exponential, focal) the linear one, and shares of answers,
+    where the paper sums their probabilities.
 
     >>> seed_grpo(torch.ones(4), torch.tensor([0, 0, 1, 1]), None)
     tensor([0.5000, 0.5000, 0.5000, 0.5000])

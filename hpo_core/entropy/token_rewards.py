@@ -42,7 +42,8 @@ def gtpo(
     whose entropy is not finite gets NaN, so that the loss leaves it out and counts it. Assumed: rewards are
     standardised over the tokens of the group, with ddof 0.
 
-    Traps: after standardisation half of the tokens of *right* responses have a negative advantage.
+    Traps: after standardisation half of the tokens of *right* responses have a negative advantage. A public port
+    standardises over the tokens of the whole batch.
 
     >>> batch = PackedBatch.from_lengths([2, 2])
     >>> entropy = torch.tensor([0.2, 0.6, 0.6, 0.2])
@@ -77,6 +78,10 @@ def grpo_s(
 
     The paper's ratio is the mean of a response's token ratios. A response without valid tokens gets 0, and one
     whose valid entropies are all not finite NaN, so that the loss leaves it out and counts it.
+
+    Traps: no source says that right and wrong responses are standardised apart here, too, so that a right one may have
+    a negative advantage. A public port takes them together: :func:`hpo_core.advantages.grpo` of these rewards, with
+    ``normalised=False``.
 
     >>> batch = PackedBatch.from_lengths([1, 1])
     >>> grpo_s(torch.tensor([False, False]), torch.tensor([0.3, 1.0]), batch, normalised=False)

@@ -79,9 +79,9 @@ def grpo_s(
     The paper's ratio is the mean of a response's token ratios. A response without valid tokens gets 0, and one
     whose valid entropies are all not finite NaN, so that the loss leaves it out and counts it.
 
-    Traps: no source says that right and wrong responses are standardised apart here, too, so that a right one may have
-    a negative advantage. A public port takes them together: :func:`hpo_core.advantages.grpo` of these rewards, with
-    ``normalised=False``.
+    Assumed: right and wrong responses are standardised apart, as tokens are in :func:`gtpo`, so that a right one may
+    have a negative advantage. A public port takes them together: :func:`hpo_core.advantages.grpo` of these rewards,
+    with ``normalised=False``.
 
     >>> batch = PackedBatch.from_lengths([1, 1])
     >>> grpo_s(torch.tensor([False, False]), torch.tensor([0.3, 1.0]), batch, normalised=False)

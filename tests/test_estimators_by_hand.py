@@ -162,6 +162,8 @@ def test_w12_sgrpo(backend):
     given = (t(1.0, 0, 0.5, 0.5), t(0.8, 0.8, 0.2, 0.2), t(0, 0, 0, 0), t(0, 0, 1, 1))
     close(A.sgrpo(*given, **b), [0.633333, -0.033333, -0.3, -0.3])
     close(A.sgrpo(*given, scaled=True, **b), [1.523237, -0.109356, -0.706940, -0.706940])
+    opposite = (t(1.0, 0), t(0.0, 1), t(0, 0), t(0, 1))  # both parts differ, their sum does not: there is no scale
+    assert A.sgrpo_hierarchical_sum(*opposite, scaled=True, eps=0.0, **b).tolist() == [0, 0]
 
 
 def test_w13_spo(backend):

@@ -347,7 +347,8 @@ def dgpo(
     weighed = advantages.double()
     if lengths is not None:
         tokens = torch.where(member, known(lengths.double()), 0.0)
-        weighed = weighed * (total(tokens) / total(torch.where(differs, tokens, 0.0)))
+        taught = total(torch.where(differs, tokens, 0.0))
+        weighed = weighed * torch.where(taught > 0, total(tokens) / taught, 1.0)
     if accuracy is not None:
         right = segments.statistics(accuracy, group_ids, mask=scorable(rewards, mask), backend=backend).mean
         # Once per group: each of its n members stands for 1 / n of it.

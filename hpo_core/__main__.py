@@ -25,15 +25,15 @@ def main(argv: list[str] | None = None) -> None:
         found = importlib.util.find_spec(package) is not None
         print(f"  {package:8} {metadata.version(package) if found else 'not installed'}")
 
-    found = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    print(f"\ndevices: {', '.join([f'cpu ({torch.get_num_threads()} threads)', *found])}")
+    gpus = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    print(f"\ndevices: {', '.join([f'cpu ({torch.get_num_threads()} threads)', *gpus])}")
 
     print("\nbackends")
     for name, available in backends().items():
         print(f"  {name:14} {'yes' if available else 'no '}  {available.detail or available.reason}")
 
     print("\nused when nothing is asked")
-    width, kinds = max(map(len, OPS)), ("cpu", "cuda") if found else ("cpu",)
+    width, kinds = max(map(len, OPS)), ("cpu", "cuda") if gpus else ("cpu",)
     for op in OPS:
         print(f"  {op:{width}} {';  '.join(f'{kind} tensors: {_chosen(op, kind)}' for kind in kinds)}")
 

@@ -40,6 +40,9 @@ def test_w2_gigpo(backend):
         ({"scaled": False, "compat": "code"}, [0.570714, 0.260714, 0.285714, -1.331786, -0.714286, 0.618214, 0.310714]),
     ):
         close(A.gigpo(*given, **options, **b), expected, 4e-6)
+    alone = (t(0.0, 2, 3), t(0, 0, 1), t(0, 0, 1), t(1, 2, 1))
+    for compat, kept in (("paper", [2, 2, 3]), ("code", [0, 0, 3])):  # the code counts steps, not trajectories
+        close(A.gigpo(*alone, compat=compat, singleton="raw", scaled=False, **b), kept)
 
 
 def test_w3_hgpo(backend):

@@ -201,6 +201,11 @@ MUTANTS = {
         "Window.forward_exclusive(width), backend", "Window.forward(width), backend",
         "test_entropy_thresholds.test_ares_of_the_source",
     ),
+    "LESS counts the tokens that have a segment": mutant(
+        "entropy/low_entropy_segments.py",
+        "statistics(right, segment, weights=of_rows, backend=backend)", "statistics(right, segment, backend=backend)",
+        "test_low_entropy_segments.test_a_response_that_repeats_a_segment_counts_once",
+    ),
     "low entropies are high ones in HAPO's paper, too": mutant(
         "entropy/pivots.py",
         "below = -1.0 if check_compat(compat) else 1.0", "below = -1.0",
@@ -215,6 +220,11 @@ MUTANTS = {
         "entropy/controllers.py",
         "memory * state.error + (1 - memory) * distance", "distance",
         "test_entropy_sources.test_the_penalty_of_ares",
+    ),
+    "EntroPIC's integral has the error of this step": mutant(
+        "entropy/controllers.py",
+        "integral_gain * earlier)", "integral_gain * (earlier + error))",
+        "test_entropy_thresholds.test_controllers",
     ),
     "a coefficient of TRL shrinks at its target": mutant(
         "entropy/controllers.py",

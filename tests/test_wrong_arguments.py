@@ -196,7 +196,7 @@ ERRORS = [
         )
         for call in (
             functools.partial(hpo.entropy.hapo, TOKENS, BATCH),
-            functools.partial(hpo.entropy.reconstructed.erc, TOKENS, TOKENS, BATCH),
+            functools.partial(hpo.entropy.erc, TOKENS, TOKENS, BATCH),
             functools.partial(gates.fipo_weight, TOKENS, TOKENS, ROWS, BATCH),
         )
     ),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checks import INTEGERS, check, check_dtype, check_shape, dtype_name, require_type
+from ..ops.library import check_count
 
 if TYPE_CHECKING:
     from .packed import PackedBatch
@@ -66,6 +67,11 @@ def checked_tensors(
         "steps: expected shape [N, 2] of half-open token ranges, got {}",
         None if steps is None else list(steps.shape),
     )
+    check_count("cu_seqlens", cu_seqlens.numel() - 1)
+    if cu_steps is not None:
+        check_count("cu_steps", cu_steps.numel() - 1)
+    if steps is not None:
+        check_count("steps", steps.shape[0])
     for name in ("trajectory_ids", "group_ids", "domain_ids"):
         if (tensor := given[name]) is not None:
             check_shape(name, tensor, (cu_seqlens.numel() - 1,), "[S] (one per row)")

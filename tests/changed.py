@@ -26,7 +26,10 @@ EVERY_MODULE = tuple(sorted(path.stem.removeprefix("test_") for path in Path(__f
 LOSS = (
     *(
         "promises",
+        "overflow",
+        "structures",
         "gates",
+        "gates_by_hand",
         "gate_paths",
         "row_advantages",
         "hierarchy",
@@ -39,14 +42,26 @@ LOSS = (
     ),
     *("selection", "loss_from_logits", "scale"),
 )
-ADVANTAGES = ("advantages", "group_terms", "estimators", "token_estimators", "schedules")
+ADVANTAGES = (
+    *("advantages", "group_terms", "estimators", "estimators_by_hand", "estimators_of_authors"),
+    *("estimators_without_scores", "token_estimators", "rollout_selection", "remembered_rollouts", "schedules"),
+)
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
 SCOPES = ("scopes", "scopes_over_ranks")
-PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_thresholds", "entropy_reconstructed",
-           "entropy_properties", "entropy_sources", "entropy_over_ranks")  # fmt: skip
-SEGMENTS = ("segments", "token_estimators")
+PRESETS = ("selection", "entropy_presets", "entropy_shaping", "entropy_thresholds", "low_entropy_segments",
+           "entropy_reconstructed", "entropy_properties", "entropy_sources", "entropy_over_ranks")  # fmt: skip
+SEGMENTS = ("segments", "chains", "token_estimators")
 LOGPROBS = (
-    *("logprobs", "logprobs_calls", "support", "linear_logprobs", "vocabulary_parallel", "logprobs_peers"),
+    *(
+        "logprobs",
+        "logprobs_layouts",
+        "logprobs_autograd",
+        "logprobs_calls",
+        "support",
+        "linear_logprobs",
+        "vocabulary_parallel",
+        "logprobs_peers",
+    ),
     *("loss_from_logits", "merged_states"),
 )
 OPERATORS = ("on_gpu", *LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
@@ -56,11 +71,12 @@ MULTIPROCESS = (
 )
 TESTING = ("testing", "testing_examples", "testing_faults")
 PYTHON = (
-    *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_inputs", "imports", "level_metrics", "losses"),
+    *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_arguments", "gate_inputs", "imports"),
+    *("level_metrics", "losses", "loss_errors", "single_call", "transforms", "compiled"),
     *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", *TESTING, "without_native"),
     *("backends", "wrong_arguments"),
 )
-TRL = ("trl", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ranks")
+TRL = ("trl", "trl_arguments", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ranks")
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")
 # Each has a file in hpo_core/integrations; those of the second tuple are run against the trainer itself.
 TRAINERS = (
@@ -87,7 +103,7 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
         Rule(tuple(f"kernels/hpo_triton/{stem}.py" for stem in stems), modules, ("triton",)),
         Rule(
             tuple(f"hpo_core/{room}/{stem}.py" for room in ("reference", "ops") for stem in stems),
-            (*modules, "ops", "imports", "docs"),
+            (*modules, "ops", "compiled", "transforms", "imports", "docs"),
             EVERY_BACKEND,
         ),
     ]
@@ -114,7 +130,7 @@ RULES = [
     Rule(("csrc/cuda/grid.cuh", "csrc/cuda/warp.cuh", "csrc/cuda/status.cu", "csrc/include/hpo/cuda.h",
           "csrc/include/hpo/launches.h", "csrc/bindings_cuda.cpp"), (*OPERATORS, "cuda_compile"), ("cuda_emulated",)),
     Rule(("csrc/include/hpo/math.h", "csrc/include/hpo/api.h", "csrc/bindings.h",
-          "csrc/bindings/*"), (*OPERATORS, "ops", "cuda_compile"),
+          "csrc/bindings/*"), (*OPERATORS, "ops", "compiled", "cuda_compile"),
          ("cpu", "cuda_emulated")),
     Rule(("csrc/emulation/*",), (*OPERATORS, "emulation"), ("cuda_emulated",)),
     Rule(("kernels/hpo_triton/math.py", "kernels/hpo_triton/launch.py", "kernels/hpo_triton/rows.py",
@@ -141,7 +157,7 @@ RULES = [
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, *PRESETS, *SCOPES, "losses", "imports", "docs")),
-    Rule(("hpo_core/gates/*",), (*LOSS, "gate_inputs", "balanced", "schedules", "hierarchy_theorems",
+    Rule(("hpo_core/gates/*",), (*LOSS, "gate_arguments", "gate_inputs", "balanced", "schedules", "hierarchy_theorems",
           "hierarchy_degenerate", "imports", "docs")),
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
           "tests/trl_over_ranks.py"), (*TRL, "imports")),

@@ -273,14 +273,11 @@ METHODS = {
     "ucas": tables(E.ucas, "advantages", "confidence", "logits", "batch"),
     "hapo_advantages": tables(E.hapo_advantages, "advantages", "group_ids", "lengths", level="row"),
     "funrl": tables(R.funrl, "advantages", "entropy", "chosen", "batch", level="row", alpha=0.5),
-    "less": tables(R.less, "advantages", "is_correct", "segment_ids", "batch", right=2.0, wrong=0.5),
+    "less": tables(E.less, "advantages", "is_correct", "entropy", "segment_ids", "batch"),
     "semantic_entropy": tables(R.semantic_entropy, "clusters", "group_ids", level="row"),
     "seed_grpo": tables(R.seed_grpo, "advantages", "clusters", "group_ids", level="row"),
     "rlsp_rewards": Method(lambda step, _: R.rlsp_rewards(step.is_correct, step.confidence, share=0.25), level="row"),
     "dcpo_regulariser": Method(lambda step, _: R.dcpo_regulariser(step.logp, step.old_logp, step.batch)),
-    "erc": Method(lambda step, _: R.erc(step.entropy, step.old_entropy, step.batch)),
-    "less_tokens": Method(
-        lambda step, state: R.less_tokens(step.entropy, step.batch, quantile="0.6", length=2, state=state),
-        lambda step, group: R.less_window("0.6").fit(step.entropy, step.batch, process_group=group),
-    ),
+    "erc": Method(lambda step, _: E.erc(step.entropy, step.old_entropy, step.batch)),
+    "less_tokens": Method(lambda step, _: E.less_tokens(step.entropy, step.batch, quantile="0.6", length=2)),
 }  # fmt: skip

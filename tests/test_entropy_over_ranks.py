@@ -18,7 +18,7 @@ KINDS = ("ties", "broken")
 # The square of a mean over rows is of one call, controllers move one number.
 OTHERS = {
     "siren", "siren_mean", "skywork_coefficient", "trl_coefficient", "entropic", "target_temperature", "ares_kappa",
-    "ares_penalty", "less_window",
+    "ares_penalty",
 }  # fmt: skip
 every_method = pytest.mark.parametrize("name", METHODS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -114,12 +114,12 @@ def test_ranks_and_micro_batches_are_one_process(ranks, kind, name):
 # An int64 histogram for each digit of a key, of 10, 11 and 11 bits, and the number of errors.
 HISTOGRAMS, DIGIT = {"all_reduce": 3, "bytes": (1025 + 2048 + 2048) * 8}, 16 * 1024
 COLLECTIVES = {
-    "forking_tokens": HISTOGRAMS, "ares": HISTOGRAMS, "less_tokens": HISTOGRAMS,
+    "forking_tokens": HISTOGRAMS, "ares": HISTOGRAMS,
     "fit_pivot": {"all_reduce": 3, "all_gather": 4}, "hapo": {"all_reduce": 3, "all_gather": 4},
     "ares_windows": {"all_gather": 4}, "ares_next_windows": {"all_gather": 2}, "aepo_ruc": {"all_gather": 2},
     "steer": {"all_gather": 2}, "covariance": {"all_gather": 4}, "hicra_tokens": {"all_gather": 2},
     "d3s_tokens": {"all_reduce": 4, "all_gather": 2}, "ares_difficulty": {"all_gather": 2}, "archer": {},
-    "siren_tokens": {}, "ulorl": {}, "erc": {}, "gtpo": {"all_gather": 8}, "empg": {"all_gather": 6},
+    "siren_tokens": {}, "less_tokens": {}, "ulorl": {}, "erc": {}, "gtpo": {"all_gather": 8}, "empg": {"all_gather": 6},
 }  # fmt: skip
 
 

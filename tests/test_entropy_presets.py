@@ -263,7 +263,6 @@ def test_windows_and_their_page_say_where_they_come_from():
     page = (Path(__file__).parents[1] / "docs/entropy.md").read_text()
     rows = re.findall(r"^\| `(\w+)\(.*\| (\w+) \|$", page, re.MULTILINE)
     assert dict(rows) == {each.name: each.provenance.name.lower() for each in (E.forking_tokens(), E.ares())}
-    assert E.reconstructed.less_window("0.6").provenance is E.reconstructed.less_window.provenance
     assert E.EntropyWindow("of the caller", E.ares().quantile).provenance is None
 
 

@@ -17,7 +17,6 @@ OF_ROWS = {
 DIFFERENTIABLE = {"mean_entropy", "entropy_band", "epo", "siren", "siren_mean", "openvl_band"}
 CONTROLLERS = {
     "skywork_coefficient", "trl_coefficient", "entropic", "target_temperature", "ares_kappa", "ares_penalty",
-    "less_window",
 }  # fmt: skip
 PRESETS = [
     call
@@ -85,7 +84,8 @@ def test_the_order_of_rows_does_not_matter(call):
 LOCAL = {
     "aepo_ruc", "archer", "ares_next_windows", "ares_penalty_weights", "checked_mask", "count_of_rows", "cover",
     "dcpo_regulariser", "entropy_advantage", "entropy_change", "erc", "funrl", "group_confidence", "hapo",
-    "hapo_redistribution", "hapo_temperature", "opened", "siren_tokens", "steer", "steer_linear", "ulorl",
+    "hapo_redistribution", "hapo_temperature", "less_tokens", "opened", "siren_tokens", "steer", "steer_linear",
+    "ulorl",
 }  # fmt: skip
 
 

@@ -229,6 +229,34 @@ def test_covariance(drawn):
 
 
 @on_random_batches
+def test_erc(drawn):
+    """Of entropies near 0, too, whose ratio the 1e-8 beside both decides."""
+    factors = [0.7, 0.74, 0.76, 1.0, 1.24, 1.26, 1.3]
+    entropy = drawn.poisoned([h * 10.0 ** drawn.draw.choice([0, -8]) for h in drawn.entropy])
+    old = drawn.poisoned([h / factors[drawn.draw.integers(7)] for h in entropy])
+    ratio = {t: (entropy[t] + 1e-8) / (old[t] + 1e-8) for t in drawn.usable}
+    kept = [t for t in drawn.usable if 0.75 < ratio[t] < 1.25]
+    got = E.erc(drawn.tensor(entropy), drawn.tensor(old), drawn.batch, eps_low=0.25, eps_high=0.25)
+    assert got.mask.nonzero().flatten().tolist() == sorted(kept)
+
+
+def test_erc_by_hand():
+    entropy = torch.tensor([0.74, 1.26, 0.5, 0.0, 0.0, 1.0, 0.76, 1.24, 2e-9])
+    old = torch.tensor([1.0, 1.0, 0.5, 0.0, 0.1, 0.0, 1.0, 1.0, 0.0])
+    mask = E.erc(entropy, old, rows_of(9), eps_low=0.25, eps_high=0.25).mask
+    assert mask.tolist() == [False, False, True, True, False, False, True, True, True]
+    asymmetric = E.erc(entropy, old, rows_of(9), eps_low=0.1, eps_high=0.3).mask
+    assert asymmetric.tolist() == [False, True, True, True, False, False, False, True, True]
+    assert E.erc(*(torch.tensor(x) for x in ([0.94, 0.96, 1.04, 1.06], [1.0] * 4)), rows_of(4)).mask.tolist() == [
+        False, True, True, False,
+    ]  # fmt: skip
+    out = hpo.policy_loss_and_grad(
+        old, old, torch.ones(1), rows_of(9), hpo.gates.dapo(), selection=E.Selection(mask=mask), weights=torch.ones(1)
+    )
+    assert out.grad.tolist() == [-1.0 if kept else 0.0 for kept in mask]
+
+
+@on_random_batches
 def test_ulorl(drawn):
     right = drawn.draw.random(len(drawn.rows)) < 0.7
     probability = drawn.draw.random(drawn.tokens)

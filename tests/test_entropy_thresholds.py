@@ -178,8 +178,11 @@ def test_controllers():
     assert trl.state.item() == pytest.approx(0.015) == trl.coefficient.item()
     assert E.skywork_coefficient(torch.tensor(0.005), torch.tensor(0.0)).state.item() == pytest.approx(0.005)
     assert E.trl_coefficient(torch.tensor(0.25), torch.tensor(1.0), delta=0.125, least=0.25).state.item() == 0.25
-    found = E.entropic(torch.tensor(1.0), torch.tensor(1.5), target=1.0, proportional=2.0, integral_gain=4.0)
-    assert (found.state.item(), found.coefficient.item()) == (0.5, 1.0)
+    pi = functools.partial(E.entropic, target=1.0, proportional=0.25, integral_gain=0.125)
+    for (total, entropy), expected in {(1.0, 1.5): (1.5, 0.25), (-1.0, 0.5): (-1.5, -0.25), (8.0, 2.0): (9, 1)}.items():
+        found = pi(torch.tensor(total), torch.tensor(entropy))
+        assert (found.state.item(), found.coefficient.item()) == expected
+    assert pi(torch.tensor(-9.0), torch.tensor(1.0)).coefficient.item() == -1
 
 
 @pytest.mark.parametrize("nothing", [math.nan, math.inf, -math.inf])
@@ -187,8 +190,8 @@ def test_a_step_without_an_entropy_leaves_the_controllers_as_they_are(nothing):
     nothing, state = torch.tensor(nothing), torch.tensor(0.01)
     for controller in (E.skywork_coefficient, E.trl_coefficient):
         assert [each.item() for each in controller(state, nothing, most=0.005)] == [state.item(), 0]
-    total, alpha = E.entropic(torch.tensor(1.5), nothing, target=1.0, proportional=2.0, integral_gain=4.0)
-    assert (total.item(), alpha.item()) == (1.5, 6.0)
+    total, alpha = E.entropic(torch.tensor(1.5), nothing, target=1.0, proportional=2.0, integral_gain=0.5)
+    assert (total.item(), alpha.item()) == (1.5, 0.75)
     assert E.target_temperature(torch.tensor(math.nan), low=0.75, high=1.25).item() == 0.75  # it has no state
     assert E.ares_kappa(torch.ones(1), nothing[None], budget=0.01, rate=5.0, least=0.1, most=3.0).item() == 1
     penalty = E.AresPenalty.start(1)

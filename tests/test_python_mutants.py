@@ -105,7 +105,8 @@ MUTANTS = {
     "a gate without its inputs is PPO": mutant(
         "prepared.py",
         "gate_inputs is not None or gate.required else", "gate_inputs is not None else",
-        "test_gate_inputs.test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it", name="hapo_clip",
+        "test_gate_arguments.test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it",
+        name="hapo_clip",
     ),
     "a method's token weights take the place of the loss's": mutant(
         "prepared.py",
@@ -125,12 +126,12 @@ MUTANTS = {
     "a trainer makes PPO of a gate that needs inputs": mutant(
         "integrations/needs.py",
         "            gate_inputs is not None or name in selected,\n", "            True,\n",
-        "test_gate_inputs.test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it", name="hapo_clip",
+        "test_gate_arguments.test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it", name="hapo_clip",
     ),
     "a trainer makes PPO of a gate that needs the sampler": mutant(
         "integrations/needs.py",
         "not gate.needs_rollout or not sampler,", "True,",
-        "test_gate_inputs.test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it", name="tis",
+        "test_gate_arguments.test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it", name="tis",
     ),
     "micro-batches tear groups": mutant(
         "batch/cuts.py",
@@ -152,7 +153,7 @@ MUTANTS = {
     "forgotten groups are one group": mutant(
         "losses.py",
         '"group_ids" not in given or batch.group_ids is not None,', "True,",
-        "test_losses.test_forgotten_groups_are_no_single_group", estimator=hpo.advantages.grpo,
+        "test_single_call.test_forgotten_groups_are_no_single_group", estimator=hpo.advantages.grpo,
     ),
     "corrections read between steps": mutant(
         "corrections.py",
@@ -200,6 +201,11 @@ MUTANTS = {
         "Window.forward_exclusive(width), backend", "Window.forward(width), backend",
         "test_entropy_thresholds.test_ares_of_the_source",
     ),
+    "LESS counts the tokens that have a segment": mutant(
+        "entropy/low_entropy_segments.py",
+        "statistics(right, segment, weights=of_rows, backend=backend)", "statistics(right, segment, backend=backend)",
+        "test_low_entropy_segments.test_a_response_that_repeats_a_segment_counts_once",
+    ),
     "low entropies are high ones in HAPO's paper, too": mutant(
         "entropy/pivots.py",
         "below = -1.0 if check_compat(compat) else 1.0", "below = -1.0",
@@ -214,6 +220,11 @@ MUTANTS = {
         "entropy/controllers.py",
         "memory * state.error + (1 - memory) * distance", "distance",
         "test_entropy_sources.test_the_penalty_of_ares",
+    ),
+    "EntroPIC's integral has the error of this step": mutant(
+        "entropy/controllers.py",
+        "integral_gain * earlier)", "integral_gain * (earlier + error))",
+        "test_entropy_thresholds.test_controllers",
     ),
     "a coefficient of TRL shrinks at its target": mutant(
         "entropy/controllers.py",

@@ -420,11 +420,8 @@ def _presets() -> Iterator[Call]:
     }
     rows = {"advantages": _S["advantages"], "group_ids": integers(0, 0, 1), "cluster_ids": integers(0, 1, 0)}
     special |= {
-        "funrl": {"alpha": 0.5},
         "openvl_band": {"coefficient": 0.5},
-        "less_tokens": {"quantile": "0.5", "state": None},
-        "less_window": {"quantile": "0.5"},
-        "less": {"segment_ids": integers(0, 0, 1, -1, 2, 2, 0, 1, -1, 1, 1), "right": 2.0, "wrong": 0.5},
+        "less": {"segment_ids": integers(0, 0, 1, -1, 2, 2, 0, 1, -1, 1, 1)},
         "dcpo_regulariser": {"target_logp": _T["logp"]},
         "rlsp_rewards": {"exploration": _S["weights"], "share": 0.5},
         "semantic_entropy": rows,

@@ -52,7 +52,8 @@ def gigpo(
         scaled: False leaves out the standard deviations ("mean_norm").
         compat: ``"paper"`` counts a trajectory once in the statistics of episodes, ``"code"`` once per step, so that
             long ones weigh more (verl-agent's default).
-        singleton: of a prompt with one trajectory; ``"raw"`` keeps its reward, as verl-agent's loops do.
+        singleton: of a prompt with one trajectory, or in the code's form with one step; ``"raw"`` keeps its reward, as
+            verl-agent's loops do.
 
     The other arguments, all ``[N]``, are described in :mod:`hpo_core.advantages`; ``batch.ids_of_steps()`` makes the
     ids of prompts and trajectories.
@@ -107,7 +108,8 @@ def hgpo(
     Args:
         history: K, 2 or 4 in the paper.
         scaled: False leaves out the standard deviations (WebShop).
-        base_group: adds GiGPO's episode advantage, each step counted, as one more level of l = 1.
+        base_group: adds GiGPO's episode advantage, each step counted, as one more level of l = 1. A prompt of one step
+            has none and gets 0, where the code keeps its reward.
         drop_zeros: a level in which a step's advantage is exactly 0 does not count, as in the paper and its code; an
             element that happens to equal its group's mean is dropped, too, which makes this discontinuous.
         compat: l_k = k + 1 in the ``"paper"``, k + 2 in the ``"code"``.
@@ -217,7 +219,8 @@ def flow_grpo(
     Returns ``[I]`` float32, the advantage of every turn of trajectory i.
 
     Mean and deviation weigh a trajectory by its turns. With T turns each this is GRPO times
-    ``sqrt((n T - 1) / (T (n - 1)))``.
+    ``sqrt((n T - 1) / (T (n - 1)))``. A prompt of one trajectory gets 0; of one turn the authors' trainer keeps its
+    reward.
 
     Args:
         rewards: ``[I]``, one per trajectory.
@@ -248,6 +251,9 @@ def m_grpo(
         multiplicity: ``[S]`` floating point, how often the alignment takes each sub-trajectory: rollouts are brought to
             a common number d of them by copying and dropping at random. ``d / d_k``, what is expected of a rollout with
             d_k, makes it deterministic. The loss weighs them the same way. None: once each.
+
+    Traps: the authors' release (AQ-MedAI/MrlX 0d04788) leaves advantages to slime's ``grpo`` with ddof 1 and eps 1e-6,
+    that is :func:`grpo`, and aligns nothing: sub-trajectories come from a queue.
 
     >>> m_grpo(torch.tensor([1.0, 0.1]), None)
     tensor([ 1., -1.])

@@ -84,6 +84,8 @@ def pf_ppo(
     Args:
         best, worst: how many of each; (k, 0) is best of n.
 
+    Traps: verl's form draws as many rows as the batch has anew, with replacement, by weights of the batch's rewards.
+
     >>> pf_ppo(torch.tensor([0.1, 0.9, 0.5]), None)
     tensor([ True,  True, False])
     """
@@ -109,7 +111,8 @@ def swarm_samples(
     that other nodes shared (arXiv 2509.08721). Returns ``[S]`` bool.
 
     Of the groups that are not local ``external`` are drawn, uniformly and without repetition. All local groups stay.
-    The advantages are GRPO's, as in :func:`~hpo_core.advantages.grpo` with this ``mask``.
+    The advantages are GRPO's, as in :func:`~hpo_core.advantages.grpo` with this ``mask``; the released trainer has an
+    eps of 1e-8.
 
     Args:
         is_local: ``[S]`` bool, whether the node's own policy wrote the rollout; the same for a whole group: a question

@@ -27,8 +27,9 @@ from .controllers import (
     trl_coefficient,
 )
 from .high_entropy_windows import ares_next_windows, ares_penalty_weights, ares_threshold, ares_windows, count_of_rows
+from .low_entropy_segments import less, less_tokens
 from .maps import two_knot
-from .masks import checked_mask, cover, group_confidence, opened, ulorl
+from .masks import checked_mask, cover, erc, group_confidence, opened, ulorl
 from .penalties import entropy_band, epo, mean_entropy, siren, siren_mean
 from .pivots import hapo, hapo_redistribution, hapo_temperature
 from .rewards import AresTargets, ares_difficulty, ares_entropy_reward, ares_rewards, ares_scales, ares_targets
@@ -80,6 +81,7 @@ __all__ = [
     "entropy_change",
     "epo",
     "epo_phase",
+    "erc",
     "ettrl",
     "fit_pivot",
     "fit_scopes",
@@ -92,6 +94,8 @@ __all__ = [
     "hapo_redistribution",
     "hapo_temperature",
     "hicra_tokens",
+    "less",
+    "less_tokens",
     "mean_entropy",
     "opened",
     "quantiles",

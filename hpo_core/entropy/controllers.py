@@ -90,26 +90,49 @@ def _stepped(
     return ControlledCoefficient(torch.where(seen, moved, old), torch.where(seen & grows, moved, 0.0))
 
 
-@preset(Provenance.PAPER)
+@preset(Provenance.VERIFIED)
 def entropic(
-    integral: torch.Tensor, entropy: torch.Tensor, *, target: float, proportional: float, integral_gain: float
+    integral: torch.Tensor,
+    entropy: torch.Tensor,
+    *,
+    target: float,
+    proportional: float = 1.0,
+    integral_gain: float = 0.01,
 ) -> ControlledCoefficient:
-    """EntroPIC: the coefficient ``K_p e + K_i sum of e``, e the entropy's distance below its target (as others describe
-    the paper, which gives no gains).
+    """EntroPIC: the coefficient ``alpha = K_p e + K_i sum of earlier e``, clipped to [-1, 1], e the entropy's distance
+    above its target (arXiv 2511.15248; repository yk7333/EntroPIC).
+
+    It is no bonus's: ``alpha r |A|`` is a second objective of the tokens whose probability is above 0.95, without a
+    clip. Where the entropy is too low, alpha < 0 takes from likely tokens what a success would add, and pushes them
+    further down in a failure.
 
     Args:
         integral: 0-dim, the state, the sum of errors so far; 0 at the start.
+        target, proportional, integral_gain: the authors' recipe has 0.1, 1 and 0.01.
 
     Returns:
-        ``state``, the new one, and ``coefficient``, negative where the entropy is to fall; without an entropy e is 0.
+        ``state``, the new one, and ``coefficient``; without an entropy e is 0.
 
-    >>> entropic(torch.tensor(1.0), torch.tensor(0.5), target=1.0, proportional=2.0, integral_gain=0.5)
-    ControlledCoefficient(state=tensor(1.5000), coefficient=tensor(1.7500))
+    Traps: the code moves the integral in every micro-batch, by its share; here once a call.
+
+    >>> import hpo_core as hpo
+    >>> state, alpha = entropic(torch.tensor(1.0), torch.tensor(0.35), target=0.1)
+    >>> round(alpha.item(), 4)
+    0.26
+    >>> logp, batch = torch.tensor([-0.01, -0.7, -0.02]), hpo.PackedBatch.from_lengths([2, 1])
+    >>> likely = logp > math.log(0.95)
+    >>> weights = hpo.aggregation.token_mean(batch, selected=likely)
+    >>> given = {"token_mask": likely, "weights": weights}
+    >>> unclipped = hpo.gates.ppo_clip(1.0, math.inf)
+    >>> second = alpha * hpo.policy_loss(logp, None, torch.tensor([1.0, 2.0]), batch, unclipped, **given).loss
+    >>> round(second.item(), 4)  # beside the loss of the policy
+    -0.39
     """
     _check_scalars(integral=integral, entropy=entropy)
-    error = torch.where(torch.isfinite(entropy), target - entropy.detach(), 0.0)
-    total = integral.detach() + error
-    return ControlledCoefficient(total, proportional * error + integral_gain * total)
+    error = torch.where(torch.isfinite(entropy), entropy.detach() - target, 0.0)
+    earlier = integral.detach()
+    coefficient = (proportional * error + integral_gain * earlier).clamp(-1, 1)
+    return ControlledCoefficient(earlier + error, coefficient)
 
 
 @preset(Provenance.VERIFIED)

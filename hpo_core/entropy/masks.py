@@ -1,4 +1,5 @@
-"""Masks beside thresholds: spans of windows, runs of tokens, and tokens that are mastered. Masks combine by & | ~."""
+"""Masks beside thresholds: spans of windows, runs of tokens, tokens that are mastered, tokens whose entropy moved. They
+combine by & | ~."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from ..batch import PackedBatch
 from ..checks import check, check_rows, check_tokens
 from ..gates.inputs import of_row
+from ..gates.token_level import check_epsilons
 from ..specs import Provenance
 from .aggregates import Window, window_aggregate
 from .selection import Selection
@@ -86,6 +88,37 @@ def group_confidence(
     """
     read(batch, confidence=confidence)
     return window_aggregate(confidence, batch, Window.causal(width, boundary="shrink"), backend=backend)
+
+
+@preset(Provenance.VERIFIED)
+def erc(
+    entropy: torch.Tensor,
+    old_entropy: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    eps_low: float = 0.05,
+    eps_high: float = 0.05,
+) -> Selection:
+    """Entropy ratio clipping: only tokens whose entropy has hardly changed since the rollout are trained on,
+    ``1 - eps_low < (H + 1e-8) / (H_old + 1e-8) < 1 + eps_high`` (arXiv 2512.05591). Returns a :class:`Selection` with a
+    mask, beside any gate; the authors take ``ppo_clip(0.2, 0.28, 10.0)`` and GPPO, ``ce_gppo`` with weights of 1.
+
+    Args:
+        entropy: ``[T]`` in nats, of the current policy: compute the mask in each micro-batch.
+        old_entropy: ``[T]``, of the policy that wrote the rollout.
+        eps_low, eps_high: epsilons of the ratio, 0.05 in the authors' recipes.
+
+    Traps: the mask takes a fifth of the tokens, where PPO's clip takes one in thousands, and denominators stay those of
+    ``weights``, as the authors' do. Their loss keeps the terms of the other tokens, without a gradient, in its value.
+
+    >>> entropy, old_entropy = torch.tensor([1.0, 1.04, 0.0, 2.0]), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    >>> erc(entropy, old_entropy, PackedBatch.from_lengths([4])).mask
+    tensor([ True,  True,  True, False])
+    """
+    check_epsilons(eps_low, eps_high, finite=True)
+    given = read(batch, entropy=entropy, old_entropy=old_entropy)
+    ratio = (given.values + 1e-8) / (given.also(old_entropy) + 1e-8)
+    return given.selected((ratio > 1 - eps_low) & (ratio < 1 + eps_high))
 
 
 @preset(Provenance.PAPER)

@@ -10,33 +10,17 @@ import torch
 from ..advantages.terms import as_advantages, known
 from ..batch import PackedBatch
 from ..checks import check, check_rows, check_tokens, check_units
-from ..gates.inputs import of_row, valid_tokens
-from ..gates.token_level import check_epsilons
 from ..reference.terms import SATURATION
 from ..segments import dense_ids, statistics
-from ..specs import OrderRule, Provenance
+from ..specs import Provenance
 from .maps import two_knot
-from .masks import opened
 from .penalties import entropy_band
-from .scopes import exact_fraction
 from .selection import Selection
 from .shaping import check_bonus
 from .signals import preset, read
 from .statistics import means_of_segments
-from .window import EntropyWindow, WindowState
 
-__all__ = [
-    "dcpo_regulariser",
-    "erc",
-    "funrl",
-    "less",
-    "less_tokens",
-    "less_window",
-    "openvl_band",
-    "rlsp_rewards",
-    "seed_grpo",
-    "semantic_entropy",
-]
+__all__ = ["dcpo_regulariser", "funrl", "openvl_band", "rlsp_rewards", "seed_grpo", "semantic_entropy"]
 
 
 @preset(Provenance.RECONSTRUCTED)
@@ -73,41 +57,6 @@ def dcpo_regulariser(
 
 
 @preset(Provenance.RECONSTRUCTED)
-def erc(
-    entropy: torch.Tensor,
-    old_entropy: torch.Tensor,
-    batch: PackedBatch,
-    *,
-    eps_low: float = 0.06,
-    eps_high: float = 0.06,
-) -> Selection:
-    """Entropy ratio clipping: only tokens whose entropy has hardly changed since the rollout are trained on,
-    ``1 - eps_low < H / H_old < 1 + eps_high`` (arXiv 2512.05591, as its abstract and a public implementation have it).
-    Returns a :class:`Selection` with a mask, beside any gate; the paper takes DAPO and GPPO.
-
-    Assumed: open intervals and 0.06, those of that implementation. A token whose entropy is what it was is kept, at 0,
-    too, where there is no ratio.
-
-    Args:
-        entropy: ``[T]`` in nats, of the current policy: compute the mask in each micro-batch.
-        old_entropy: ``[T]``, of the policy that wrote the rollout.
-        eps_low, eps_high: epsilons of the ratio.
-
-    Traps: the mask takes a fifth of the tokens, where PPO's clip takes one in thousands, and denominators stay those of
-    ``weights``.
-
-    >>> entropy, old_entropy = torch.tensor([1.0, 1.05, 0.0, 2.0]), torch.tensor([1.0, 1.0, 0.0, 1.0])
-    >>> erc(entropy, old_entropy, PackedBatch.from_lengths([4])).mask
-    tensor([ True,  True,  True, False])
-    """
-    check_epsilons(eps_low, eps_high, finite=True)
-    given = read(batch, entropy=entropy, old_entropy=old_entropy)
-    older = given.also(old_entropy)
-    inside = (given.values > (1 - eps_low) * older) & (given.values < (1 + eps_high) * older)
-    return given.selected(inside | (given.values == older))
-
-
-@preset(Provenance.RECONSTRUCTED)
 def rlsp_rewards(is_correct: torch.Tensor, exploration: torch.Tensor, *, share: float) -> torch.Tensor:
     """RLSP: ``(1 - share) 1[right] + share e``, e a reward for exploration that does not depend on the answer (arXiv
     2502.06773). Returns ``[S]`` float32.
@@ -135,11 +84,11 @@ def funrl(
     mask: torch.Tensor,
     batch: PackedBatch,
     *,
-    alpha: float,
+    alpha: float = 0.4,
     kappa: float = 2.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """FunRL (EGPO): ``A + min(alpha Hbar, |A| / kappa)``, Hbar the mean entropy of the response's chain of thought
+    """FunRL (EGPO): ``A + alpha min(Hbar, |A| / kappa)``, Hbar the mean entropy of the response's chain of thought
     (arXiv 2508.05118). Returns ``[S]`` float32.
 
     Args:
@@ -147,12 +96,14 @@ def funrl(
         entropy: ``[T]`` in nats.
         mask: ``[T]`` bool, the tokens of the chain of thought. A response without any keeps its advantage.
 
-    Assumed: the bonus, which a figure calls ``sigma(H)`` and the abstract says is clipped, has the form of
-    :func:`.entropy_advantage`.
+        alpha, kappa: 0.4 and 2. With alpha below kappa no sign changes.
+
+    Assumed: that form and those numbers, which a port (zhangdw156/verl) gives as the paper's; of the bonus the abstract
+    says that it is clipped. The clip is inside alpha here, in :func:`.entropy_advantage` outside.
 
     >>> given = torch.tensor([1.0, -0.1]), torch.tensor([0.2, 0.4, 1.0]), torch.tensor([True, True, True])
-    >>> funrl(*given, PackedBatch.from_lengths([2, 1]), alpha=0.5)
-    tensor([ 1.1500, -0.0500])
+    >>> funrl(*given, PackedBatch.from_lengths([2, 1]))
+    tensor([ 1.1200, -0.0800])
     """
     check_rows(batch, advantages=advantages)
     check_tokens(batch, mask=mask)
@@ -160,7 +111,7 @@ def funrl(
     given = read(batch, entropy=entropy)
     mean = means_of_segments(given.values, batch.row_of_token(), batch.rows, given.usable & mask, backend)
     own = known(advantages.detach().double())
-    bonus = two_knot(mean, low=(0.0, alpha), high=(0.0, alpha), most=own.abs() / kappa)
+    bonus = alpha * two_knot(mean, low=(0.0, 1.0), high=(0.0, 1.0), most=own.abs() / kappa)
     return as_advantages(own + known(bonus), advantages, backend)
 
 
@@ -187,84 +138,6 @@ def openvl_band(
     0.3
     """
     return coefficient * entropy_band(entropy, batch, weights, low=low, high=high)
-
-
-@preset(Provenance.RECONSTRUCTED)
-def less_window(quantile: str | float) -> EntropyWindow:
-    """The window of tokens *above* the ``quantile`` of the batch, whose ``fit`` gives :func:`less_tokens` its state.
-
-    >>> less_window("0.6").strict
-    True
-    """
-    exact, provenance = exact_fraction("quantile", quantile), Provenance.RECONSTRUCTED
-    return EntropyWindow("less", exact, rule=OrderRule.FLOOR, strict=True, provenance=provenance)
-
-
-@preset(Provenance.RECONSTRUCTED)
-def less_tokens(
-    entropy: torch.Tensor,
-    batch: PackedBatch,
-    *,
-    quantile: str | float,
-    length: int = 5,
-    state: WindowState | None = None,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """The tokens of LESS' segments, ``[T]`` bool: runs of at least ``length`` tokens whose entropy is at or below the
-    ``quantile`` of the batch (arXiv 2512.00908, as its repository describes it).
-
-    Args:
-        quantile: no number is known.
-        state: ``less_window(quantile).fit(...)`` of the step. Default: fitted on this call's tokens.
-
-    >>> entropy = torch.tensor([0.1, 0.2, 0.1, 0.9, 0.1])
-    >>> less_tokens(entropy, PackedBatch.from_lengths([5]), quantile="0.75", length=2)
-    tensor([ True,  True,  True, False, False])
-    """
-    given = read(batch, entropy=entropy)
-    window = less_window(quantile)
-    fitted = window.fit(entropy, batch, backend=backend) if state is None else state
-    high = window.apply(entropy, batch, fitted, backend=backend)
-    return opened(given.usable & ~high, batch, length, backend=backend)
-
-
-@preset(Provenance.RECONSTRUCTED, level="token")
-def less(
-    advantages: torch.Tensor,
-    is_correct: torch.Tensor,
-    segment_ids: torch.Tensor,
-    batch: PackedBatch,
-    *,
-    right: float,
-    wrong: float,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """LESS: advantages times ``right`` in segments that only correct responses of the prompt have, times ``wrong`` in
-    those that only incorrect ones have (arXiv 2512.00908). Returns ``[T]`` float32.
-
-    Args:
-        advantages, is_correct: ``[S]``.
-        segment_ids: ``[T]``, equal for the tokens of segments with the same text (:func:`hpo_core.segments.ids_of`), -1
-            outside :func:`less_tokens`.
-        right, wrong: above and below 1; no numbers are known. Segments of both kinds stay as they are.
-
-    >>> given = torch.ones(2), torch.tensor([True, False]), torch.tensor([5, 7, 7, -1])
-    >>> less(*given, PackedBatch.from_lengths([2, 2]), right=2.0, wrong=0.5)
-    tensor([2., 1., 1., 1.])
-    """
-    check_rows(batch, advantages=advantages, is_correct=is_correct)
-    check_tokens(batch, segment_ids=segment_ids)
-    row = batch.row_of_token()
-    valid = valid_tokens(batch)
-    group = torch.zeros_like(row) if batch.group_ids is None else of_row(batch.group_ids, row, -1)
-    good = of_row(is_correct, row, False)
-    shared = statistics(good.float(), dense_ids(group, segment_ids), mask=valid, backend=backend)
-    inside = valid & (shared.members > 0)
-    factor = torch.ones_like(shared.mean)
-    factor = factor.masked_fill(inside & (shared.least == 1), right)
-    factor = factor.masked_fill(inside & (shared.greatest == 0), wrong)
-    own = of_row(advantages.detach().double(), row, 0.0)
-    return as_advantages(known(torch.where(valid, own * factor, 0.0)), advantages, backend)
 
 
 @preset(Provenance.RECONSTRUCTED, level="row")
@@ -302,12 +175,13 @@ def seed_grpo(
     with as many meanings as answers it is log G.
 
     Args:
-        advantages: ``[S]``.
+        advantages: ``[S]``, in the paper :func:`hpo_core.advantages.dr_grpo`'s.
         cluster_ids: ``[S]``, equal for answers with the same meaning; negative: its meaning is unknown, and the answer
             is none of the G.
         alpha: no number is known; at 1 a prompt whose answers all differ teaches nothing.
 
-    Assumed: the linear of the three decreasing functions that are named, and shares of answers, not of probability.
+    Assumed: of the three functions that are named (linear, exponential, focal) the linear one, and shares of answers,
+    where the paper sums their probabilities.
 
     >>> seed_grpo(torch.ones(4), torch.tensor([0, 0, 1, 1]), None)
     tensor([0.5000, 0.5000, 0.5000, 0.5000])

@@ -66,8 +66,8 @@ def ettrl(
     least: float = -math.inf,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """ETTRL: ``A (2 - Hbar / mean(Hbar))``, so that confident responses count more (as others describe the paper).
-    Returns ``[S]`` float32.
+    """ETTRL: ``A (2 - Hbar / mean(Hbar))``, so that confident responses count more (arXiv 2508.11356, as
+    others describe it). Returns ``[S]`` float32.
 
     Args:
         advantages, entropy: as in :func:`edge_grpo`, whose groups these are, too.

@@ -19,7 +19,7 @@ from ..segments import statistics
 from ..specs import OrderRule, Provenance
 from .scopes import LARGEST_DENOMINATOR, exact_fraction, quantiles, segment_aggregate, top_k
 from .selection import Selection
-from .signals import advantages_of_tokens, preset, read
+from .signals import Signal, advantages_of_tokens, preset, read
 from .statistics import shared_by
 
 
@@ -93,6 +93,15 @@ def _above(
     return (values > threshold) if strict else (values >= threshold)
 
 
+def of_sorted_rows(given: Signal, batch: PackedBatch, index: torch.Tensor, backend: str | None) -> torch.Tensor:
+    """The ascending 0-based order statistic ``index`` ``[S]`` of each row, ``[S]``; inf where there is none."""
+    kept = row_counts(batch, given.usable) - index  # it is the least of so many of the largest
+    values = torch.where(given.usable, given.values, torch.nan).to(given.dtype)
+    largest = torch.where(top_k(values, batch, kept, backend=backend), values, torch.nan)
+    least = segment_aggregate(largest, batch, "row", aggregate="min", expand=False, backend=backend)
+    return torch.where(kept > 0, least, torch.inf)
+
+
 @preset(Provenance.PAPER)
 def hicra_tokens(
     entropy: torch.Tensor,
@@ -123,12 +132,10 @@ def hicra_tokens(
     below = 1 - exact_fraction("share", share)
     given, row = read(batch, entropy=entropy), batch.row_of_token()
     length = row_counts(batch, given.usable)
-    # The statistic is the least of the largest L - floor(below L).
-    kept = length - torch.div(length * below.numerator, below.denominator, rounding_mode="floor")
-    values = torch.where(given.usable, entropy.detach(), torch.nan)
-    largest = torch.where(top_k(values, batch, kept, backend=backend), values, torch.nan)
-    least = segment_aggregate(largest, batch, "row", aggregate="min", expand=False, backend=backend)
-    above = values.to(least.dtype) > of_row(torch.where(kept > 0, least, torch.inf), row, torch.inf)
+    border = of_sorted_rows(
+        given, batch, torch.div(length * below.numerator, below.denominator, rounding_mode="floor"), backend
+    )
+    above = given.usable & (given.values.to(border.dtype) > of_row(border, row, torch.inf))
     with shared_by(process_group):
         group = statistics(length.float(), batch.group_ids, mask=length > 0, backend=backend)
     # In integers: a mean that is rounded would decide about a row of exactly that length. No group: no mean.

@@ -42,7 +42,8 @@ def gtpo(
     whose entropy is not finite gets NaN, so that the loss leaves it out and counts it. Assumed: rewards are
     standardised over the tokens of the group, with ddof 0.
 
-    Traps: after standardisation half of the tokens of *right* responses have a negative advantage.
+    Traps: after standardisation half of the tokens of *right* responses have a negative advantage. A public port
+    standardises over the tokens of the whole batch.
 
     >>> batch = PackedBatch.from_lengths([2, 2])
     >>> entropy = torch.tensor([0.2, 0.6, 0.6, 0.2])
@@ -51,7 +52,7 @@ def gtpo(
     """
     check_rows(batch, is_correct=is_correct)
     given, row = read(batch, entropy=entropy), batch.row_of_token()
-    outcome = of_row(_outcomes(is_correct, batch), row, -1)
+    outcome = of_row(outcomes(is_correct, batch), row, -1)
     right = of_row(is_correct, row, False)
     position = torch.where(given.usable, place_in_row(given.usable, batch), -1)
     sharers = dense_ids(outcome, position)
@@ -78,13 +79,17 @@ def grpo_s(
     The paper's ratio is the mean of a response's token ratios. A response without valid tokens gets 0, and one
     whose valid entropies are all not finite NaN, so that the loss leaves it out and counts it.
 
+    Assumed: right and wrong responses are standardised apart, as tokens are in :func:`gtpo`, so that a right one may
+    have a negative advantage. A public port takes them together: :func:`hpo_core.advantages.grpo` of these rewards,
+    with ``normalised=False``.
+
     >>> batch = PackedBatch.from_lengths([1, 1])
     >>> grpo_s(torch.tensor([False, False]), torch.tensor([0.3, 1.0]), batch, normalised=False)
     tensor([-1.1538, -1.0462])
     """
     check_rows(batch, is_correct=is_correct)
     given, row = read(batch, entropy=entropy), batch.row_of_token()
-    outcome = _outcomes(is_correct, batch)
+    outcome = outcomes(is_correct, batch)
     mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
     usable = torch.isfinite(mean) & (outcome >= 0)
     shared = _shared(mean, is_correct, outcome, outcome, usable, alpha, normalised, backend)
@@ -92,7 +97,7 @@ def grpo_s(
     return as_advantages(torch.where(broken, torch.nan, shared), entropy, backend)
 
 
-def _outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+def outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """An id ``[S]`` for each group and outcome, the same on all ranks; -1 outside every group."""
     right = is_correct.to(torch.int64)
     return right if batch.group_ids is None else dense_ids(batch.group_ids, right)

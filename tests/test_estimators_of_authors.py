@@ -1,0 +1,203 @@
+"""What the authors' code gives, run at the commits that docs/advantages_evidence.md names."""
+
+import math
+
+import naive_estimators as naive
+import pytest
+import torch
+from by_hand import close, on
+from estimators import Given
+
+from hpo_core import advantages, testing
+from hpo_core.advantages import reconstructed
+
+A, R = advantages, reconstructed
+
+
+def test_dcpo_is_the_authors_over_two_steps(backend):
+    t, b = on(backend)
+    start = A.GroupHistory.start(1, testing.device_of(backend))
+    first, history = A.dcpo(t(1.0, 0, 0, 1), t(0, 0, 0, 0), start, **b)
+    close(first, [0.866025, -0.866025, -0.866025, 0.866025])
+    second, history = A.dcpo(t(1.0, 0, 0, 0), t(0, 0, 0, 0), history, **b)
+    close(second, [1.313735, -0.588241, -0.588241, -0.588241])
+    close(torch.cat(history), [2, 0.375, 0.554339**2], 2e-6)
+    # A group of one: nothing in the first step, then the share 1 / 2 of (1 - 0.75) / sqrt(0.3125).
+    close(A.dcpo(t(1.0), t(0), start, **b).advantages, [0])
+    history = A.dcpo(t(1.0, 0), t(0, 0), start, **b).history
+    close(A.dcpo(t(1.0), t(0), history, **b).advantages, [0.223607])
+    for dtype, own in ((torch.float32, b), (torch.float64, {"backend": "reference"})):
+        flat, history = torch.full((3,), 0.3, dtype=dtype, device=start.mean.device), start
+        for _ in range(12):
+            got, history = A.dcpo(flat, t(0, 0, 0), history, **own)
+            assert not got.any() and not history.variance.any()
+
+
+def test_mc_grpo_is_the_trainer_for_math_and_rescaled_that_for_gsm8k(backend):
+    t, b = on(backend)
+    r, ids = t(1.0, 0, 0, 0.5, 0.25, 1.0), t(0, 0, 0, 1, 1, 1)
+    close(A.mc_grpo(r, ids, **b), [1000, 0, 0, 0, -0.25 / 0.251, 0.5 / 0.251])
+    close(A.mc_grpo(r, ids, rescaled=True, **b), [3000, 0, 0, 0, -0.25 / 0.251 * 1.5, 0.5 / 0.251 * 1.5])
+    masked = A.mc_grpo(t(1.0, 2, 4, 9, 9), None, rescaled=True, mask=t(1, 1, 1, 0, 0) > 0, **b)
+    close(masked, [-1.5 / 1.001, 0, 3 / 1.001, 0, 0])  # two of three, not two of five
+    kept = A.mc_grpo_samples(r, ids)
+    assert kept.tolist() == [True, True, False, False, True, True]
+    for seed in range(40):
+        units = naive.draw(seed)
+        g = Given(units, backend)
+        kept = A.mc_grpo_samples(g.reward, g.group, mask=g.mask).cpu().numpy()
+        assert not kept[~units.mask | (units.group < 0)].any()
+        for places in naive.groups_of(naive.ids(units.group), units.mask).values():
+            (dropped,) = [place for place in places if not kept[place]]
+            assert units.reward[dropped] == sorted(units.reward[places])[(len(places) - 1) // 2]
+
+
+def test_dgpo_with_lengths_spares_the_loss_tokens_that_teach_nothing(backend):
+    t, b = on(backend)
+    r, ids, lengths = t(1.0, 0, 1, 1), t(0, 0, 1, 1), t(3.0, 1, 5, 3)
+    close(A.dgpo(r, ids, lengths=t(2.0, 2, 2, 2), **b), [1.9998, -1.9998, 0, 0])
+    close(A.dgpo(r, ids, lengths=lengths, **b), [2.9997, -2.9997, 0, 0])
+    of_hard = A.dgpo(r, ids, accuracy=r, **b)
+    close(A.dgpo(r, ids, accuracy=r, lengths=lengths, **b), (3 * of_hard).tolist())
+    assert not A.dgpo(t(1.0, 1), None, lengths=t(1.0, 2), **b).any()  # no group differs
+    lacking = A.dgpo(t(1.0, 0, 1, 1, math.nan), t(0, 0, 1, 1, 1), lengths=t(3.0, 1, 5, 3, 9), **b)
+    close(lacking, [2.9997, -2.9997, 0, 0, 0])
+
+
+def test_maxrl_clipped_is_divided_by_the_group_s_size(backend):
+    t, b = on(backend)
+    close(A.maxrl(t(1.0, 0, 0, 0), None, least_mean=0.125, **b), [0.75, -0.25, -0.25, -0.25])
+    close(A.maxrl(t(1.0, *[0.0] * 15), None, least_mean=0.125, **b), [0.46875, *[-0.03125] * 15])
+
+
+def test_groups_of_one_keep_their_reward_where_the_authors_do(backend):
+    t, b = on(backend)
+    r, ids = t(1.0, 0, 0, 0, 1, 1, 1, 0, 0.5), t(0, 0, 0, 0, 1, 1, 1, 1, 2)
+    ours, kept = A.bnpo(r, ids, **b), A.bnpo(r, ids, singleton="raw", **b)
+    assert ours[8] == 0 and torch.equal(ours[:8], kept[:8])
+    close(kept, [0.708690, *[-0.236230] * 3, *[0.251828] * 3, -0.755484, 500000], 2e-6)
+    close(A.bnpo(t(0.5), None, singleton="raw", **b), [0.5])
+    close(A.ngrpo(t(0.5, 1, 0), t(0, 1, 1), singleton="raw", **b)[:1], [0.5])
+    assert A.ngrpo(t(0.5), None, singleton="zero", **b).tolist() == [0]
+    close(A.ngrpo(t(0.0), None, **b), [-math.sqrt(0.5)])
+    close(A.adora(t(0.5), None, t(3.0), t(False), singleton="raw", **b), [0.05])
+    close(A.dr_mas(t(0.5, 1, 0), t(0, 0, 0), t(0, 1, 1), singleton="raw", **b), [0.5, 0.707106, -0.707106])
+    with pytest.raises(ValueError, match=r"^singleton: expected one of zero, raw, got 'kept'"):
+        A.ngrpo(r, ids, singleton="kept")
+
+
+def test_adora_leaves_overlong_mistakes_out_and_knows_the_rule_of_vision_models(backend):
+    t, b = on(backend)
+    r, n = t(2.0, 0, 0), t(100.0, 60, 4060)
+    for cutoff in (4054, 4060):  # one of this length was cut off, too
+        close(A.adora(r, None, n, r > 1, cutoff=cutoff, **b), [1.154699, -0.577350, -0.577350])
+    close(A.adora(r, None, n, r > 1, **b), [0.115470, -0.057735, -0.057735])
+    ids, lengths = t(0, 0, 1, 1, 2, 2, 3, 3), t(5.0, 9, 5, 9, 5, 9, 9, 5)
+    right, scores = t(1, 0, 0, 0, 1, 1, 1, 0) > 0, t(1.0, 0, 0.25, 0, 1, 0.75, 1, 0)
+    plain = A.grpo(scores, ids, **b)
+    vision = A.adora(scores, ids, lengths, right, cutoff=4094, without_success=True, without_mistake=False, **b)
+    close(vision / plain, [0.1, 0.1, 1, 1, 0.1, 0.1, 1, 1])
+    close(A.adora(scores, ids, lengths, right, **b) / plain, [0.1, 0.1, 0.1, 0.1, 1, 1, 1, 1])
+
+
+def test_mars2_knows_trees_and_shapes_in_place(backend):
+    t, b = on(backend)
+    tree = (t(0.2, 0.6, 0.8, 0.4), t(-1, -1, 0, 0), t(0, 0, 0, 0))
+    close(A.mars2(*tree, compat="code", **b), [-1.184759, 0.467193, 1.107324, -0.389757])
+    # Two trees: a root and its two children, and a chain of three; their roots are no siblings.
+    rewards, parents, ids = t(0.2, 0.8, 0.4, 0.6, 1, 0), t(-1, 0, 0, -1, 3, 4), t(*[0] * 6)
+    trees = t(0, 0, 0, 1, 1, 1)
+    shaped = t(0.2, 0.95, 0.37, 0.6, 1.12, -0.336)
+    close(
+        A.mars2(rewards, parents, ids, tree_ids=trees, compat="code", **b), A.grpo(shaped, ids, eps=1e-9, **b).tolist()
+    )
+    one = A.mars2(rewards, parents, ids, **b)
+    assert not torch.equal(one, A.mars2(rewards, parents, ids, tree_ids=trees, **b))
+    chain = t(*range(-1, 39))  # 40 nodes below one another
+    values = [float(i * 7 % 5) for i in range(40)]
+    for at in range(1, 40):
+        values[at] += 0.3 * (values[at] - values[at - 1])
+    deep = A.mars2(t(*[float(i * 7 % 5) for i in range(40)]), chain, t(*[0] * 40), compat="code", **b)
+    close(deep, A.grpo(t(*values), None, eps=1e-9, **b).tolist(), 4e-6)
+
+
+def test_a_parent_in_another_prompt_counts_with_its_own_reward(backend):
+    t, b = on(backend)
+    tree, ids = (t(5.0, 6.0, 8.0, 7.0), t(-1, 0, 1, 2)), t(0, 1, 1, 1)
+    for compat, shaped in (("paper", t(5.0, 6.3, 8.6, 6.7)), ("code", t(5.0, 6.3, 8.51, 6.547))):
+        close(A.mars2(*tree, ids, compat=compat, **b), A.grpo(shaped, ids, eps=1e-9, **b).tolist())
+
+
+def test_archer_takes_the_smaller_of_both_values(backend):
+    t, b = on(backend)
+    given = t(1.0, 1), t(0.5, 2), t(0.25, 0.5)
+    assert A.archer_td(*given, **b).tolist() == [0.25, 0.5]
+    assert A.archer_td(*given, second_values=t(0.5, 0.25), **b).tolist() == [0.25, 0.75]
+    assert A.archer_td(*given, second_values=t(0.5, math.nan), **b).tolist() == [0.25, 0]
+
+
+def test_areal_scales_by_the_deviation_about_groups(backend):
+    t, b = on(backend)
+    r, ids = t(1.0, 0, 2, 6), t(0, 0, 1, 1)
+    close(A.lite_ppo(r, ids, eps=1e-5, about_groups=True, **b), [0.297042, -0.297042, -1.188170, 1.188170], 2e-6)
+    r, ids = t(0.0, 0, 1, 1, 2, 4), t(0, 0, 1, 1, 2, 2)
+    close(A.lite_ppo(r, ids, eps=1e-5, about_groups=True, **b), [0, 0, 0, 0, -1.581114, 1.581114])
+    masked = A.lite_ppo(
+        t(1.0, 0, 2, 6, 9), t(0, 0, 1, 1, 1), eps=0.0, about_groups=True, mask=t(1, 1, 1, 1, 0) > 0, **b
+    )
+    close(masked, [0.297044, -0.297044, -1.188177, 1.188177, 0], 2e-6)
+
+
+def test_hiper_behind_a_truncated_episode_stand_the_values_before_it(backend):
+    t, b = on(backend)
+    given = (
+        t(0.0, 0.1, 0, 1), t(0, 0, 0, 0), t(True, False, True, False), t(0.3, 0.4, 0.5, 0.7), t(0.35, 9.0, 0.55, 9.0),
+    )  # fmt: skip
+    out = A.hiper(*given, is_truncated=t(1, 1, 1, 1) > 0, normalised=False, **b)
+    close(out.low, [0.280806, 0.222500, 0.165 + 0.9025 * 0.965, 1 + 0.95 * 0.7 - 0.7])
+    second = 0.95 + 0.9025 * 0.55 - 0.55
+    close(out.high, [0.095 + 0.9025 * 0.55 - 0.35 + 0.9025 * 0.95 * second, 0, second, 0])
+    ended = A.hiper(*given, is_truncated=t(1, 1, 1, 0) > 0, normalised=False, **b)  # only the last turn counts
+    assert torch.equal(ended.low, A.hiper(*given, normalised=False, **b).low)
+
+
+def test_hiper_rewards_are_the_authors(backend):
+    """Their compute_hae_advantage with keep_penalty_mode "normalized" and "fixed"."""
+    t, b = on(backend)
+    given = t(1.0, 0, 0, 0, 5, 7), t(0, 0, 0, 0, 1, -1), t(True, False, True, False, False, False)
+    close(A.hiper_rewards(*given, **b), [1, -0.075, 0, -0.075, 5, 7])
+    changed = t(1, 1, 1, 0, 1, 1) > 0
+    close(A.hiper_rewards(*given, is_changed=changed, spread=False, **b), [1, -0.6, 0, -0.3, 4.7, 7])
+
+
+def test_passk_nobody_leads_a_tie_or_an_empty_field(backend):
+    t, b = on(backend)
+    close(A.grpo_passk(t(0.2, 0.9, 0.5), None, **b), [0, 1.138986, 0])
+    close(A.grpo_passk(t(0.2, 0.9, 0.5), None, scaled=False, **b), [0, 0.4, 0])
+    r, ids = t(1.0, 1, 0, 3, 2, math.nan, -5, -6), t(0, 0, 0, 1, 2, 2, -1, -1)
+    assert not A.grpo_passk(r, ids, **b).any()
+
+
+@pytest.mark.parametrize("nothing", [math.nan, math.inf])
+def test_hiper_a_reward_that_is_none_says_nothing_of_sub_goals_before_it(backend, nothing):
+    """Their turns are worth what V_high of the next sub-goal says."""
+    t, b = on(backend)
+    given = [
+        t(0.0, 0.1, 0, 1), t(0, 0, 0, 0), t(True, False, True, False), t(0.3, 0.4, 0.5, 0.7), t(0.35, 9.0, 0.55, 9.0),
+    ]  # fmt: skip
+    options = {"switch_values": t(0.1, 0.2, 0.3, 0.4), "normalised": False, **b}
+    known = A.hiper(*given, **options)
+    given[0][3] = nothing
+    out = A.hiper(*given, **options)
+    for stream in ("low", "switch"):
+        assert getattr(out, stream).tolist() == [*getattr(known, stream)[:2].tolist(), 0, 0]
+    assert not out.high.any()  # the first sub-goal's contains that of the second
+
+
+@pytest.mark.parametrize("options", [{}, {"root": True}, {"least_mean": 0.125}], ids=str)
+def test_maxrl_of_a_mean_that_is_not_above_0_is_0(backend, options):
+    t, b = on(backend)
+    rewards, ids = t(-1.0, -2, -3, -1, 1, -1e-7, -3e-7, 2, 1), t(0, 0, 0, 1, 1, 2, 2, 3, 3)
+    for own in (b, {"backend": "reference"}):
+        out = A.maxrl(rewards, ids, **options, **own)
+        assert not out[:7].any() and out[7] > 0 > out[8]

@@ -62,10 +62,11 @@ EVERY = {
 def draw_every_gate() -> Any:
     """A small panel for each gate, for the page that lists them."""
     drawn = [(ratios, gate) for ratios, found in EVERY.items() for gate in found]
-    figure, axes = pyplot.subplots(7, 4, figsize=(7.2, 9.8), layout="constrained")
+    rows = -(-len(drawn) // 4)
+    figure, axes = pyplot.subplots(rows, 4, figsize=(7.2, 1.4 * rows), layout="constrained")
     for panel in axes.flat[len(drawn) :]:
         panel.set_visible(False)
-    for panel, (ratios, gate) in zip(axes.flat, drawn, strict=False):
+    for panel, (ratios, gate) in zip(axes.flat[: len(drawn)], drawn, strict=True):
         plot.gate_curve(gate, ratios=ratios, points=161, axes=panel)
         dual = gate.name == "ppo_clip" and gate.token.high[1] < 10
         panel.set_title(f"{gate.name}, dual" if dual else gate.name, fontsize=8, loc="left")

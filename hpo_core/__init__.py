@@ -33,6 +33,10 @@ else:
             return importlib.import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+    def __dir__() -> list[str]:
+        """What completion offers: also the modules above, and no name that this file imports for itself."""
+        return __all__
+
 
 __all__ = [
     "LevelMetrics",

@@ -25,17 +25,17 @@ def main(argv: list[str] | None = None) -> None:
         found = importlib.util.find_spec(package) is not None
         print(f"  {package:8} {metadata.version(package) if found else 'not installed'}")
 
-    devices = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    print(f"\ndevices: cpu ({torch.get_num_threads()} threads){''.join(f', {device}' for device in devices)}")
+    gpus = [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    print(f"\ndevices: {', '.join([f'cpu ({torch.get_num_threads()} threads)', *gpus])}")
 
     print("\nbackends")
     for name, available in backends().items():
         print(f"  {name:14} {'yes' if available else 'no '}  {available.detail or available.reason}")
 
     print("\nused when nothing is asked")
-    width = max(map(len, OPS))
+    width, kinds = max(map(len, OPS)), ("cpu", "cuda") if gpus else ("cpu",)
     for op in OPS:
-        print(f"  {op:{width}} cpu tensors: {_chosen(op, 'cpu')};  cuda tensors: {_chosen(op, 'cuda')}")
+        print(f"  {op:{width}} {';  '.join(f'{kind} tensors: {_chosen(op, kind)}' for kind in kinds)}")
 
 
 def _chosen(op: str, device: str) -> str:

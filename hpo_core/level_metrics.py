@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed
@@ -95,7 +95,7 @@ class LevelMetrics:
     (2.0, 0.5, 3.0)
     """
 
-    table: torch.Tensor
+    table: torch.Tensor = field(repr=False)
     units: tuple[Unit, ...]
     split: bool
 

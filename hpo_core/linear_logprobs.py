@@ -156,7 +156,13 @@ def _check_tensors(
     )
     is_plain = weight.dtype == torch.float64  # others are the codes of a quantised weight
     check_dtype("weight", weight, types, "use weight.float()" if is_plain else "dequantise a quantised weight first")
-    check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]), "[V, D] (D that of hidden)")
+    check(
+        weight.shape[1] == hidden.shape[-1],
+        "weight: expected shape [V, D] with the {} columns of hidden, got {}; {}",
+        hidden.shape[-1],
+        list(weight.shape),
+        "use weight.T" if weight.shape[0] == hidden.shape[-1] else "hidden is what the head multiplies",
+    )
     check_device("weight", weight, hidden.device, "hidden")
     check_targets(targets, hidden, "hidden")
     if bias is not None:

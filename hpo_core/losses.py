@@ -10,10 +10,10 @@ import torch.distributed
 
 from . import ops
 from .advantages import grpo
-from .advantages.terms import accepted_keywords, check_keywords, gathers_units, level_of, name_of
+from .advantages.terms import accepted_keywords, check_keywords, gathers_units, is_published, level_of, name_of
 from .backends import is_reference, resolve
 from .batch import PackedBatch, as_batch
-from .checks import check, require_type
+from .checks import check, check_shape, require_type
 from .distributed import check_is_step
 from .entropy import EntropyWindow, Selection, WindowState
 from .gates import GateInputs, RatioGate
@@ -281,6 +281,9 @@ def _advantages(
         "on each rank alike; pass trajectory_ids [S] to PackedBatch, of other numbers on every rank",
         name,
     )
+    ids, meaning = given.get("group_ids"), {"row": "[S] (one per row)", "step": "[N] (one per step)"}.get(level)
+    if ids is not None and meaning and is_published(estimator) and getattr(rewards, "ndim", 0) == 1:
+        check_shape("rewards", rewards, ids.shape, meaning)
     try:
         advantages = estimator(rewards, **given)
     except TypeError:  # Python's words do not say what there would be

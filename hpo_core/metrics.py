@@ -73,13 +73,17 @@ def empty_metrics(device: torch.device | str) -> torch.Tensor:
     return torch.tensor([start[reduction] for reduction in SLOTS.values()], dtype=torch.float64, device=device)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Observations:
     """A vector with a named slot for each quantity, on the device."""
 
     SLOTS: ClassVar[dict[str, str]]
 
     vector: torch.Tensor
+
+    def __repr__(self) -> str:
+        """Without the numbers, which would be copied to the host and have no names."""
+        return f"{type(self).__name__}(on {self.vector.device}; read it by compute())"
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """One raw slot as a 0-dim device tensor."""
@@ -106,7 +110,7 @@ class Observations:
         return type(self)(fold(gathered(self.vector, group), self.SLOTS.values()))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Metrics(Observations):
     """The observations of one loss call, or the sum of several, still on the device.
 

@@ -118,7 +118,7 @@ def prepare(
     logp = examined("logp", logp, "[T]")
     batch = as_batch(batch)
     gate = _DEFAULT_GATE if gate is None else gate
-    require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
+    require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate such as gates.dapo(), got {!r}", gate)
     wants_tokens = wants_levels = wants_corrections = False
     if report:
         wants_tokens, wants_levels, wants_corrections = _reported(report)

@@ -200,7 +200,7 @@ def support_floor(
     return floors
 
 
-# And what leaves every token.
+# Each setting, and a value that leaves every token.
 _SETTINGS: dict[Setting, float] = {_TEMPERATURE: 1.0, _TOP_K: 0, _TOP_P: 1.0, _MIN_P: 0.0}
 define(
     "support_floor(Tensor logits, Tensor? temperatures, float temperature, Tensor? top_ks, SymInt top_k, "

@@ -19,7 +19,7 @@ from .metrics import Observations, is_debugging, ratio
 _FLAG = "at a valid token a value, old value, return or weight was NaN or infinite; the token was left out"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ValueMetrics(Observations):
     """The observations of one :func:`~hpo_core.value_loss`, or the sum of several, still on the device.
 

@@ -93,7 +93,7 @@ def patch_remembered_builtins(package, builder, scope) -> None:
     if id(package) not in builtins_of:
         members = inspect.getmembers(package, tl.core.is_builtin)
         found = builtins_of[id(package)] = {name: interpreted(member) for name, member in members}
-        if package is tl.tensor and hasattr(interpreter.interpreter_semantic, "scalar_constant"):
+        if package is tl.tensor:
             found.update({name: operator(name, found[name]) for name in OPERATORS})
     for name, function in builtins_of[id(package)].items():
         if getattr(package, name) is function:  # an enclosing launch has patched the package
@@ -325,9 +325,8 @@ def spare_conversions() -> None:
             return broadcast_others(self, self.scalar_constant(lhs, rhs.dtype), rhs)
         return checked(self, lhs, rhs, *rules, **more)
 
-    if hasattr(semantic, "scalar_constant"):  # older Tritons have no such method
-        semantic.binary_op_type_checking_impl = check_others
-        semantic.scalar_constant = constants_of(semantic.scalar_constant)
+    semantic.binary_op_type_checking_impl = check_others
+    semantic.scalar_constant = constants_of(semantic.scalar_constant)
     semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl = (
         cast_others,
         broadcast_others,

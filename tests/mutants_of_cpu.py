@@ -468,4 +468,10 @@ MUTANTS = {
         "static double kept = 0.0; following = kept = args.values[unit] + args.gains[unit] * kept;",
         "test_segments.test_the_scan_of_a_row_does_not_depend_on_its_position", {},
     ),
+    "cpu: the weight of a row without tokens takes its neighbours off the fast path": Mutant(
+        "cpu", "cpu/hierarchy_reference.h",
+        "!small && masked_tokens(call.args.mask, first + begin, end - begin) != Masked::all", "!small",
+        "test_gate_paths.test_the_weight_of_a_row_without_tokens_chooses_no_way",
+        {"gate": gates.fiberpo(), "value": math.inf},
+    ),
 }  # fmt: skip

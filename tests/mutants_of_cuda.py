@@ -160,6 +160,13 @@ MUTANTS = {
         "if (threadIdx.x == 0) counted.broken[blockIdx.x] = any;",
         "test_hierarchy.test_many_short_leaves", {"routing": gates.Routing.THROUGH},
     ),
+    "cuda: blocks read the list of leaves that count before it is written": Mutant(
+        "cuda_emulated", "cuda/leaves.cuh",
+        "if (broken) {\n    if (blockIdx.x == 0 && warp_in_block() == 0) list_leaves(hierarchy, args, counted);\n"
+        "    sync_grid();\n  }\n  return broken;",
+        "if (broken && blockIdx.x == 0 && warp_in_block() == 0) list_leaves(hierarchy, args, counted); return broken;",
+        "test_hierarchy.test_broken_leaves_are_left_out_and_counted", {"gate": HIERARCHIES["fiberpo"]},
+    ),
     "cuda: a gradient returns before all its terms are added": Mutant(
         "cuda_emulated", "cuda/hierarchy.cu",
         "if (call.hierarchy.stage == Stage::whole) sync_grid();", "",

@@ -284,6 +284,17 @@ def test_inputs_come_in_the_order_of_the_c_interface(name):
     assert tuple(importlib.import_module(f"hpo_core._{name}").inputs) == specs.PolicyLossInputs._fields
 
 
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_the_program_speaks_of_devices_that_are_there(gpus, monkeypatch, capsys):
+    """What would serve tensors on a GPU that is not there is nobody's question."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"model {index}")
+    program.main([])
+    said = capsys.readouterr().out
+    assert ("cuda:0 model 0" in said) == ("cuda tensors: " in said) == bool(gpus)
+    assert said.count("cpu tensors: ") == len(backends.OPS)
+
+
 def test_the_program_says_its_version_and_refuses_words(capsys):
     for argument, code, said in (("--version", 0, hpo.__version__), ("--help", 0, "What is"), ("abacus", 2, "abacus")):
         with pytest.raises(SystemExit) as left:

@@ -354,7 +354,11 @@ def test_copies(make, copied):
         ),
         ({"cu_seqlens": longs()}, ValueError, r"cu_seqlens: expected shape \[S \+ 1\] with a leading 0, got \[0\]"),
         ({"cu_seqlens": longs(0, 2).view(1, 2)}, ValueError, r"cu_seqlens: expected shape \[S \+ 1\]"),
-        ({"cu_seqlens": longs(1, 2)}, ValueError, "cu_seqlens: expected a first offset of 0, got 1"),
+        (
+            {"cu_seqlens": longs(1, 2)},
+            ValueError,
+            "cu_seqlens: expected a first offset of 0, got 1; lengths of rows are for",
+        ),
         ({"cu_seqlens": longs(0, 2, 1)}, ValueError, r"cu_seqlens: .* never decrease, got \[2, 1\] at row 1"),
         ({"total_tokens": 1}, ValueError, "cu_seqlens: expected a last offset <= 1 tokens, got 2; pass a mask"),
         # total_tokens
@@ -384,7 +388,7 @@ def test_copies(make, copied):
         (
             {"cu_steps": longs(0, 2, 1, 2)},
             ValueError,
-            "cu_steps: expected begin <= end at every step, not so at step 1",
+            r"cu_steps: expected begin <= end .*, got \[2, 1\] at step 1; a range ends one token behind its last",
         ),
         ({"step_ids": longs(0)}, ValueError, "step_ids: there are no steps to name; pass cu_steps or steps, too"),
         (
@@ -393,15 +397,15 @@ def test_copies(make, copied):
             r"step_ids: expected shape \[N\] \(one per range\) = \[2\], got \[1\]",
         ),
         ({"steps": longs(0, 2)}, ValueError, r"steps: expected shape \[N, 2\] of half-open token ranges, got \[2\]"),
-        ({"steps": torch.tensor([[1, 0]])}, ValueError, "steps: expected begin <= end at every step, not so at step 0"),
-        ({"steps": torch.tensor([[0, 2], [1, 2]])}, ValueError, "steps: .* without overlap, not so after step 0"),
+        ({"steps": torch.tensor([[1, 0]])}, ValueError, r"steps: expected begin <= end .*, got \[1, 0\] at step 0"),
+        ({"steps": torch.tensor([[0, 2], [1, 2]])}, ValueError, r"steps: .* without overlap, got \[1, 2\] at step 1"),
         ({"steps": torch.tensor([[1, 2], [0, 1]])}, ValueError, "steps: expected steps in order"),
-        ({"steps": torch.tensor([[0, 3]])}, ValueError, "steps: expected each step inside one row, not so at step 0"),
+        ({"steps": torch.tensor([[0, 3]])}, ValueError, r"steps: .* inside one row, got \[0, 3\] at step 0; cut it"),
         ({"steps": torch.tensor([[-1, 1]])}, ValueError, "steps: expected each step inside one row"),
         (
             {"cu_seqlens": longs(0, 2, 4), "steps": torch.tensor([[0, 1], [1, 3]])},
             ValueError,
-            "steps: expected each step inside one row, not so at step 1",
+            r"steps: expected each step inside one row, got \[1, 3\] at step 1; cut it where a row ends",
         ),
         # ids
         ({"group_ids": ["a"]}, TypeError, "group_ids: expected a tensor, got <class 'list'>"),

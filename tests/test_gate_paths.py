@@ -256,3 +256,21 @@ def test_what_is_extraordinary_of_a_row_leaves_the_fast_path(name, value, gate, 
     short, long = (data.run(gate, long_way, backend) for long_way in (False, True))
     assert short.metrics["bad_advantages"] == long.metrics["bad_advantages"] > 0
     assert_one_way(short, long, alike=True)
+
+
+@pytest.mark.parametrize("backend", ["cpu"])
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e30])
+@pytest.mark.parametrize("gate", [GATES["levels that are open"], GATES["fiberpo"]], ids=lambda gate: gate.name)
+def test_the_weight_of_a_row_without_tokens_chooses_no_way(gate, value, backend):
+    """Short rows are measured together, and what is summed over all rows rounds otherwise on another way."""
+    data = Data(MANY)
+    mask = torch.ones(TOKENS, dtype=torch.bool)
+    mask[3 * 21 : 4 * 21] = False
+    batch, spoiled = hpo.PackedBatch.from_lengths(list(MANY), mask=mask), data.weights.clone()
+    spoiled[3] = value
+    call, penalty = (data.logp, data.old_logp, data.advantages, batch, gate), inputs_of_tokens(data)["k3, value"]
+    clean, got = (
+        hpo.policy_loss_and_grad(*call, weights=weights, backend=backend, **penalty)
+        for weights in (data.weights, spoiled)
+    )
+    assert bits(clean.loss, clean.grad, clean.metrics.vector) == bits(got.loss, got.grad, got.metrics.vector)

@@ -231,7 +231,7 @@ def test_what_a_gate_refuses(make, message):
 
 
 def test_levels_are_a_tuple():
-    with pytest.raises(TypeError, match="expected a tuple of Level"):
+    with pytest.raises(TypeError, match=r"^levels: expected a tuple of Level, of one \(level,\), got Level"):
         RatioGate("g", Drop(), Level(Identity()))
 
 

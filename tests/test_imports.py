@@ -149,6 +149,7 @@ def test_an_integration_without_its_trainer_says_what_to_install():
 def test_public_names_exist():
     for name in hpo_core.__all__:
         assert getattr(hpo_core, name) is not None
+    assert set(dir(hpo_core)) == set(hpo_core.__all__)
     assert sorted(hpo_core.__all__, key=str.lower) == sorted(set(hpo_core.__all__), key=str.lower)
 
 

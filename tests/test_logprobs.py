@@ -1,5 +1,6 @@
 """Log-probabilities and entropies from logits: the definition, accuracy, ignored rows, temperatures, errors."""
 
+import importlib
 import math
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from adversarial import ADVERSARIAL, integers, normal, upstreams
 from breadth import at_length, crossed, few, number  # noqa: F401 (the first is a fixture)
 from conftest import NATIVE
-from logprob_examples import BOTH, IGNORED, TYPES, both, call, eager, exact, row_by_hand, types
+from logprob_examples import BOTH, IGNORED, TYPES, both, call, eager, exact, native, row_by_hand, rows_of, types
 
 import hpo_core as hpo
+
+resolve = importlib.import_module("hpo_core.backends").resolve  # hpo_core.backends is the function
 
 # ------------------------------------------------------------------------------------------------------- the definition
 
@@ -263,6 +266,21 @@ def test_a_temperature_is_a_number_above_0(wrong):
         hpo.token_logprobs(logits, targets, torch.tensor([wrong, 1.0]))
     allowed = hpo.token_logprobs(logits, targets, torch.tensor([1.0, wrong]))  # of an ignored row nothing is read
     assert torch.equal(allowed.logp, hpo.token_logprobs(logits, targets).logp)
+
+
+@native
+def test_of_a_temperature_that_is_not_read_before_a_kernel_says_nan(backend):
+    """As those of a GPU are. Numbers below the least normal one of float32 are not allowed either."""
+    held = torch.finfo(torch.float32)
+    temperatures = torch.tensor(
+        [held.tiny, held.max, 1.1754942e-38, 4e-39, 1e-45, 0.0, -1.0, math.inf, math.nan], dtype=torch.float32
+    )
+    rows = rows_of(normal(1, 5).repeat(9, 1), torch.full((9,), 2), temperatures=temperatures)
+    functions, upstream = resolve("logprobs", rows.logits, backend), torch.ones(9)
+    logp, entropy, statistics = functions.token_logprobs(rows, 3)
+    grad = functions.token_logprobs_backward(rows, statistics, upstream, upstream, None)
+    for found in (logp, entropy, statistics[0], grad[:, 0], grad[:, 2]):
+        assert found.isnan().tolist() == [False] * 2 + [True] * 7, temperatures
 
 
 @pytest.mark.parametrize("wrong", ["1", None, True, [1.0, 1.0], torch.ones(2, dtype=torch.int64)])

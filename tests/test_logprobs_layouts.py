@@ -103,19 +103,30 @@ def test_expanded_rows(backend):
     assert torch.equal(grad, rows.sum(0, keepdim=True))
 
 
-@pytest.mark.parametrize("backend", [pytest.param(n, marks=pytest.mark.long if n != "cpu" else ()) for n in NATIVE])
+@native
 def test_offsets_beyond_32_bits(backend):
-    """Rows behind the 2^31st element of memory that nobody touches elsewhere, and behind the 2^16th row."""
-    rows, vocabulary = 2**16 + 3, 2**15
-    logits = torch.from_numpy(numpy.zeros((rows, vocabulary), numpy.int16)).view(torch.bfloat16)
-    few, where = normal(2, vocabulary).to(torch.bfloat16), [2**16 - 1, 2**16 + 2]
-    logits[where] = few
-    targets = torch.full((rows,), IGNORED)
-    targets[where] = torch.tensor([5, 6])
-    got = hpo.token_logprobs(logits, targets, backend=backend)
-    expected = hpo.token_logprobs(few, torch.tensor([5, 6]), backend=backend)
-    assert torch.equal(got.logp[where], expected.logp) and torch.equal(got.entropy[where], expected.entropy)
-    assert got.logp.count_nonzero() == 2
+    """The second row of logits, and of the gradient in its place, lies behind the 2^31st element of memory that nobody
+    touches elsewhere."""
+    few, targets = normal(2, 203).to(torch.bfloat16), torch.tensor([5, 6])
+    memory = torch.from_numpy(numpy.zeros(2**31 + 2**8, numpy.int16)).view(torch.bfloat16)
+    rows = rows_of(memory.as_strided((2, 203), (2**31 + 8, 1)).copy_(few), targets)
+    functions, upstream = resolve("logprobs", few, backend), upstreams(targets)
+    expected, got = (functions.token_logprobs(each, 3) for each in (rows_of(few, targets), rows))
+    assert all(map(torch.equal, got, expected))
+    grad = functions.token_logprobs_backward(rows_of(few, targets), got[2], *upstream, None)
+    assert torch.equal(functions.token_logprobs_backward(rows, got[2], *upstream, rows.logits), grad)
+
+
+@pytest.mark.parametrize("backend", [pytest.param(n, marks=pytest.mark.long if n != "cpu" else ()) for n in NATIVE])
+def test_more_rows_than_a_launch_has_blocks(backend):
+    count, last = 2**16 + 3, [2**16 - 1, 2**16 + 2]
+    logits, targets = torch.zeros(count, 9), torch.full((count,), IGNORED)
+    logits[last], targets[last] = normal(2, 9), torch.tensor([5, 6])
+    got = call(logits, targets, backend=backend)
+    a, b = upstreams(targets)
+    expected = call(logits[last], targets[last], 1.0, (a[last], b[last]), backend=backend)
+    assert all(torch.equal(x[last], y) for x, y in zip(got, expected, strict=True))
+    assert got[0].count_nonzero() == 2 and got[2].count_nonzero() == 2 * 9
 
 
 # ----------------------------------------------------------------------------------------------------------- invariance

@@ -70,10 +70,18 @@ def error_cases():
             "rollout_logp: expected float32, got bfloat16; 16-bit rounding",
         ),
         # batch, gate
-        ({"batch": [4, 3, 0, 5]}, TypeError, "batch: expected a PackedBatch or a mask [B, L], got <class 'list'>"),
-        ({"batch": mask}, ValueError, "batch: expected a PackedBatch or a mask [B, L], got a tensor [12]"),
+        (
+            {"batch": [4, 3, 0, 5]},
+            TypeError,
+            "batch: expected a PackedBatch or a mask [B, L], got <class 'list'>; PackedBatch.from_lengths(",
+        ),
+        (
+            {"batch": mask},
+            ValueError,
+            "batch: expected a PackedBatch or a mask [B, L], got a tensor [12]; PackedBatch.from_",
+        ),
         ({"batch": torch.nested.nested_tensor([mask])}, TypeError, "batch: expected a dense tensor, got a nested"),
-        ({"gate": "ppo"}, TypeError, "gate: expected a RatioGate from hpo_core.gates, got ppo"),
+        ({"gate": "ppo"}, TypeError, "gate: expected a RatioGate such as gates.dapo(), got 'ppo'"),
         # what some gates are given
         ({"gate_inputs": given(bounds=logp)}, TypeError, "bounds: expected a pair (low, high)"),
         ({"gate_inputs": given(bounds=(logp[:5], None))}, ValueError, "bounds[0]: expected shape"),

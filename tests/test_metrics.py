@@ -271,6 +271,11 @@ def test_only_the_same_metrics_are_equal():
         assert one == one and one != other and one in [other, one] and len({one, other}) == 2
 
 
+def test_what_is_printed_is_not_copied_to_the_host():
+    assert repr(Metrics(empty_metrics("meta"))) == "Metrics(on meta; read it by compute())"
+    assert repr(hpo.LevelMetrics(empty_metrics("meta")[None], (), False)) == "LevelMetrics(units=(), split=False)"
+
+
 def test_one_process_has_no_ranks_to_combine_over():
     for metrics in (Metrics(empty_metrics("cpu")), hpo.LevelMetrics(empty_metrics("cpu")[None], (), False)):
         with pytest.raises(ValueError, match=r"^group: .* not initialised; call init_process_group first, or drop"):

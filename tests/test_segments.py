@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import hpo_core as hpo
 from hpo_core import ops, testing
+from hpo_core.ops.gates import check_inputs
 from hpo_core.reference import segments as reference
 from hpo_core.segments import recurrence
+from hpo_core.specs import PolicyLossInputs
 from hpo_core.testing import Layout
 
 anything = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 12)
@@ -240,10 +242,25 @@ def test_the_scan_of_a_row_does_not_depend_on_its_position(backend):
     assert torch.equal(ops.recurrence(values.to(device), gains.to(device), cu_seqlens, backend)[30:], alone)
 
 
-def test_more_rows_than_kernels_can_number_are_refused():
-    offsets = torch.empty(2**30 + 2, dtype=torch.int64, device="meta")
-    with pytest.raises(ValueError, match=r"cu_seqlens: expected shape .* with S <= 2\^30, got \[1073741826\]; pass"):
-        torch.ops.hpo_core.row_counts(None, offsets, 4, "")
+FEW, MANY, ONE = (torch.empty(size, dtype=torch.int64, device="meta") for size in (2, 2**30 + 2, 1))
+LEAVES = PolicyLossInputs(
+    ONE.float(), None, ONE.float(), ONE.float(), FEW, **dict.fromkeys(("leaf_begin", "leaf_end", "leaf_row"), MANY[1:])
+)
+TOO_MANY = (
+    ("cu_seqlens", lambda: hpo.PackedBatch(MANY, total_tokens=4, validate=False)),
+    ("cu_seqlens", lambda: torch.ops.hpo_core.row_counts(None, MANY, 4, "")),
+    ("cu_steps", lambda: hpo.PackedBatch(FEW, total_tokens=4, validate=False, cu_steps=MANY)),
+    ("steps", lambda: hpo.PackedBatch(FEW, total_tokens=4, validate=False, steps=MANY[1:, None].expand(-1, 2))),
+    ("leaf_begin", lambda: check_inputs(LEAVES, 1, ())),
+)
+
+
+@pytest.mark.parametrize(("name", "call"), TOO_MANY)
+def test_more_rows_or_segments_than_kernels_can_number_are_refused(name, call):
+    """By a batch, and by operators, which users may call themselves."""
+    error = rf"^{name}: expected at most 2\^30 rows or segments, .* got 1073741825; make"
+    with pytest.raises(ValueError, match=error):
+        call()
 
 
 def test_units_of_no_chain_are_in_none_whatever_their_negative_ids():

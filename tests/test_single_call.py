@@ -63,7 +63,12 @@ def test_the_single_call_takes_a_padded_mask():
     ("keywords", "error", "message"),
     [
         ({"advantage": "grpo"}, TypeError, "advantage: expected an estimator of hpo_core.advantages, got 'grpo'"),
-        ({"rewards": torch.ones(3)}, ValueError, "group_ids: expected shape [U] (that of rewards) = [3], got [4]"),
+        ({"rewards": torch.ones(3)}, ValueError, "rewards: expected shape [S] (one per row) = [4], got [3]"),
+        (
+            {"rewards": torch.ones(12), "advantage": functools.partial(hpo.advantages.rloo, singleton="raw")},
+            ValueError,
+            "rewards: expected shape [S] (one per row) = [4], got [12]",
+        ),
         ({"rewards": [1.0]}, TypeError, "rewards: expected a tensor, got <class 'list'>"),
         ({"window": entropy.ares()}, ValueError, "entropy: a window needs the entropies [T]; pass entropy="),
         ({"batch": "all"}, TypeError, "batch: expected a PackedBatch or a mask [B, L], got <class 'str'>"),

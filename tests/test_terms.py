@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from breadth import at_length, number, tried  # noqa: F401 (the first is a fixture)
-from catalogue import SLOPES, TERMS, Example, assert_exact, gate_of
+from catalogue import ROLLED, SLOPES, TERMS, Example, assert_exact, gate_of
 from hierarchies import index_inputs, raw
 
 import hpo_core as hpo
@@ -100,6 +100,13 @@ def test_every_combination_without_a_penalty(name, native_backends):
         example = Example(seed, (5, 0, 9, 1, 40, 12, 3, 33), masked=seed < 6, gaps=seed > 0)
         cases = {each: number(each, at_length=8, machine_code=8, emulated=1, interpreted=1) for each in native_backends}
         judged(example, gate, [each for each, most in cases.items() if seed < most], **inputs_of(gate, example, seed))
+
+
+@pytest.mark.parametrize("levels", [(), (ROLLED,)], ids=["tokens", "levels"])
+@pytest.mark.parametrize("penalty", list(Penalty)[1:])
+def test_every_penalty(penalty, levels, native_backends):
+    gate = RatioGate("x", SLOPES, levels, penalty=penalty, penalty_coefficient=0.3)
+    judged(Example(1), gate, native_backends)
 
 
 @pytest.mark.parametrize("x", [0.3, 2.0, 3.6, 3.8, 9.0])

@@ -145,7 +145,7 @@ ERRORS = [
         for name, (made, rest) in CALLED.items()
     ),
     (lambda: gates.tis(gate=gates.gspo), r"gate: expected a RatioGate, got the function gspo; call it: gspo\(\)"),
-    (lambda: _loss(gate="gspo"), "gate: expected a RatioGate from hpo_core.gates, got gspo"),
+    (lambda: _loss(gate="gspo"), r"gate: expected a RatioGate such as gates.dapo\(\), got 'gspo'"),
     (lambda: _loss(gate=torch.zeros(99)), r"gate: expected a RatioGate .*, got a tensor \[99\] of float32"),
     (lambda: hpo.hierarchical_policy_loss(TOKENS, None, ROWS, BATCH, advantage="grpo"), "advantage: .*, got 'grpo'"),
     (lambda: hpo.entropy.forking_tokens("20%"), "share: expected a number.*, got '20%'; write 0.2"),

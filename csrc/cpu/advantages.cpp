@@ -208,7 +208,7 @@ void sum_absolute(const GroupTerm& term, const int64_t* codes, int64_t count, Gr
   }
 }
 
-// Leaves the maps of the groups of a term, and the codes of its receivers.
+// Fills the workspace with the maps of a term's groups and the codes of its receivers.
 void map_groups(const GroupNormaliseArgs& args, const GroupTerm& term, const Numbering& numbering, const Workspace& space,
                 int threads) {
   Group* groups = space.groups;
@@ -242,7 +242,7 @@ void put_alone(const GroupNormaliseArgs& args, const GroupTerm& term, const Work
   for (int64_t unit = first; unit < end; ++unit) {
     const int64_t code = codes[unit];
     const float advantage = float(coefficient * mapped(groups[(code < 0 ? 0 : code) >> 1].map, values[unit]));
-    advantages[unit] = code < 0 ? 0.0f : advantage + 0.0f;  // + 0.0f: as in Shares
+    advantages[unit] = code < 0 ? 0.0f : advantage + 0.0f;  // + 0.0f: never -0, as in Shares
   }
 }
 

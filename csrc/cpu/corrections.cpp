@@ -202,10 +202,10 @@ void reduce_leaves(const Leaves& leaves, const Workspace& space, const Reduce& r
   gather_blocks(leaves, space.of_blocks, space.of_leaves);
 }
 
-// Multiplies the factors of a row with those of corrections by what its tokens are reduced to.
+// Multiplies the factors of a row with those of the corrections [begin, end), which share the reduced statistic.
 void multiply(RowFactor& factor, const RowCorrection* begin, const RowCorrection* end, const TokenCorrection& correction,
               const Reduced& reduced, int64_t tokens) {
-  if (tokens == 0) return;  // of no tokens, or of a row that lies nowhere
+  if (tokens == 0) return;  // an empty row, or one whose offsets are broken
   for (const RowCorrection* each = begin; each < end; ++each) {
     const float v = reduced.as(each->reduction);
     for (int sign = 0; sign < 2; ++sign) factor.by_sign[sign] *= factor_of(each->rule, sign, v);

@@ -132,7 +132,7 @@ struct Sweeps {
     return !args.ref_logp || is_ordinary_reference(here, first, begin, end, args.weights[row]);
   }
 
-  // What the loops of fast-path blocks leave out.
+  // The penalty on the reference policy, which the loops of fast-path blocks leave out.
   void pay_reference(const Block& block, Scratch& scratch, Partial& partial) const {
     if (!call.args.ref_logp) return;
     classify_masks(block, scratch);
@@ -161,7 +161,8 @@ struct Sweeps {
     return !tile.exceptional && tile.chosen == tile.kind && !here.args.ref_logp;  // which the fast path has refused
   }
 
-  // The second: loss, gradient of the token's own path, and the flow into aggregates. The caller has gathered the weights.
+  // The second sweep: loss, gradient of the token's own path, and the flow into aggregates. The caller has gathered the
+  // weights.
   void finish(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial, Flow& flow) const {
     if (fast && call.args.entropy) add_entropies(call.args, block, partial);
     if (fast && plan.drops) {
@@ -206,7 +207,7 @@ struct Sweeps {
     if (plan.carries) flow = lanes.total(plan.hierarchy.split, plan.by_sign);
   }
 
-  // That of a fast-path block apart from all else, in which it changes no bit.
+  // The losses of a fast-path block's tokens, in a pass of their own that changes no bit of the sums and the gradient.
   void write_token_losses(const Block& block, const BlockGate& gate, Scratch& scratch) const {
     for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
       scratch.whole.set(block.row, 0, n);
@@ -241,7 +242,8 @@ struct Sweeps {
     const double above = clipped.of_above(counts), below = clipped.of_below(counts);
     partial.sums[kLossSum][0] += above + below;
     if (!plan.carries) return;
-    // Multiples of one number, so that their sum has no order. By sign levels with one slope hand nothing up.
+    // Multiples of one number, so that their sum has no order. The factors of
+    // flow.by_sign are differences of slopes, and levels that are open have one.
     flow.past_token[0] = split ? above : above + below;
     flow.past_token[1] = split ? below : 0.0;
   }
@@ -285,7 +287,7 @@ struct Sweeps {
 
   static float own_gradient(const GatedToken& token, float value) { return token.slope != 0.0f ? value * token.slope : 0.0f; }
 
-  // The gradient of these tokens: the same for all that no pre-gate holds, where weights do not multiply that of their own
+  // The gradient of these tokens. Those that no pre-gate holds share one, unless weights multiply the gradient of their own
   // path.
   void write_alike(const Block& block, float own_gradient, float aggregate_grad, Scratch& scratch) const {
     const PolicyLossArgs& args = call.args;

@@ -26,9 +26,11 @@ HPO_INLINE void for_each_reference(const PolicyLossArgs& args, int64_t first, in
 // The fast path takes log-ratios to the reference policy and weights of the penalty up to these sizes: no RunSum overflows.
 constexpr float kMostReference = 10.0f, kMostPenaltyWeight = 1e12f;
 
-// Whether this holds for the tokens [begin, end) behind the first; none is NaN then.
+// Whether this holds for the tokens [begin, end) behind the first; none is NaN then. The weight of a row without unmasked
+// tokens here must not choose the way of those beside it.
 inline bool is_ordinary_reference(const Call& call, int64_t first, int begin, int end, float weight) {
-  if (!(__builtin_fabsf(weight * float(call.numbers.kl_beta)) <= kMostPenaltyWeight)) return false;
+  const bool small = __builtin_fabsf(weight * float(call.numbers.kl_beta)) <= kMostPenaltyWeight;
+  if (!small && masked_tokens(call.args.mask, first + begin, end - begin) != Masked::all) return false;
   Mask good = all_lanes();
   for_each_reference(
       call.args, first, begin, end,

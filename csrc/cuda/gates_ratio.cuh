@@ -6,7 +6,7 @@ namespace hpo {
 
 struct RatioGate {
   float ratio;      // e^g(x)
-  bool inside;      // it has the derivative 1, as on the bounds, or 0
+  bool inside;      // the derivative of g is 1, as on a bound; else it is 0
   bool below, above;
 };
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ RatioGate gate_ratio(const Gate& gate, const Inputs<W
   return {clipped, clipped == ratio && !drop, ratio < low && !drop, ratio > high && !drop};
 }
 
-// `finite`: the log-ratio was; else there is no derivative, and no value that logp would enter.
+// `finite`: whether the log-ratio is. Without it the derivative is 0, and so is the value of a score head, a multiple of logp.
 __device__ __forceinline__ Term policy_term(bool score_head, float a, const RatioGate& gated, float logp, bool finite) {
   const float value = policy_value(a, gated.ratio);
   if (score_head) return {finite ? scored(value * logp) : 0.0f, finite ? value : 0.0f};

@@ -23,17 +23,22 @@ struct Ticket {
 
 // The counter of a launch on this stream, on the device of this thread. A launch clears `spare` if another could run beside it:
 // in a graph that is recorded, and on the stream that is another one in each thread. So it does after a thousand streams.
+// Streams are told apart by their ids: a new one may have the handle of one that is destroyed and whose launches still run.
 inline Ticket take_ticket(cudaStream_t stream, unsigned* spare) {
   static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, int> numbers;
+  static std::map<std::pair<int, unsigned long long>, int> numbers;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
   cudaStreamIsCapturing(stream, &status);
-  if (status == cudaStreamCaptureStatusNone && stream != cudaStreamPerThread) {
+  if (status == cudaStreamCaptureStatusNone && stream != cudaStreamPerThread && cudaStreamGetId(stream, &id) == cudaSuccess) {
     int device = 0;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
-    const int number = numbers.try_emplace({device, stream}, int(numbers.size())).first->second;
-    if (number < kTickets) return {nullptr, number};
+    auto found = numbers.find({device, id});
+    if (found == numbers.end() && numbers.size() < kTickets) {
+      found = numbers.emplace(std::pair(device, id), int(numbers.size())).first;
+    }
+    if (found != numbers.end()) return {nullptr, found->second};
   }
   cudaMemsetAsync(spare, 0, sizeof *spare, stream);
   return {spare, 0};

@@ -127,6 +127,11 @@ def _mark(estimator: Callable[..., Any], name: str, default: object) -> Any:
     return getattr(estimator, name, getattr(getattr(estimator, "func", None), name, default))
 
 
+def is_published(estimator: Callable[..., Any]) -> bool:
+    """Whether an estimator is one of hpo_core, or a partial of one."""
+    return _mark(estimator, "provenance", None) is not None
+
+
 def level_of(estimator: Callable[..., Any]) -> str:
     """What an estimator's advantages belong to."""
     return str(_mark(estimator, "level", "row"))
@@ -165,7 +170,7 @@ def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[st
     """That rewards and what else is ``known`` suffice to call an estimator, where ``source`` says no more."""
     first = next(iter(inspect.signature(estimator).parameters))
     check(
-        _mark(estimator, "provenance", None) is None or first in ("rewards", "token_rewards", "step_rewards"),
+        not is_published(estimator) or first in ("rewards", "token_rewards", "step_rewards"),
         "{}: {} takes {} where {} has rewards; wrap it in a function of rewards and group_ids",
         name,
         name_of(estimator),

@@ -39,7 +39,7 @@ def indices_of(batch: PackedBatch, rows: torch.Tensor | Sequence[int]) -> torch.
 
 
 def parts_of(batch: PackedBatch, max_tokens: int, whole: str | None) -> Iterator[list[int]]:
-    """The rows of each micro-batch, as many blocks as fit."""
+    """The rows of each micro-batch, which takes as many blocks as fit into it."""
     lengths = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).tolist()
     rows: list[int] = []
     used = 0

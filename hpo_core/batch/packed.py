@@ -485,11 +485,12 @@ def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
     """The argument ``batch``, which may be a padded mask."""
     if isinstance(batch, PackedBatch):
         return batch
-    fix = "; pass its .batch" if isinstance(batch, MicroBatch) else ""
-    expected = "batch: expected a PackedBatch or a mask [B, L], got {}"
-    require_type(isinstance(batch, torch.Tensor), expected + fix, type(batch))
+    expected = "batch: expected a PackedBatch or a mask [B, L], got "
+    of_rows = "; PackedBatch.from_lengths(lengths) is one of packed rows"
+    fix = "; pass its .batch" if isinstance(batch, MicroBatch) else of_rows
+    require_type(isinstance(batch, torch.Tensor), expected + "{}" + fix, type(batch))
     batch = examined("batch", batch)
-    check(batch.dim() == 2, "batch: expected a PackedBatch or a mask [B, L], got a tensor {}", list(batch.shape))
+    check(batch.dim() == 2, expected + "a tensor {}" + of_rows, list(batch.shape))
     return PackedBatch.from_padded(batch)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checks import INTEGERS, check, check_dtype, check_shape, dtype_name, require_type
+from ..ops.library import check_count
 
 if TYPE_CHECKING:
     from .packed import PackedBatch
@@ -66,6 +67,11 @@ def checked_tensors(
         "steps: expected shape [N, 2] of half-open token ranges, got {}",
         None if steps is None else list(steps.shape),
     )
+    check_count("cu_seqlens", cu_seqlens.numel() - 1)
+    if cu_steps is not None:
+        check_count("cu_steps", cu_steps.numel() - 1)
+    if steps is not None:
+        check_count("steps", steps.shape[0])
     for name in ("trajectory_ids", "group_ids", "domain_ids"):
         if (tensor := given[name]) is not None:
             check_shape(name, tensor, (cu_seqlens.numel() - 1,), "[S] (one per row)")
@@ -75,7 +81,11 @@ def checked_tensors(
 def check_structure(batch: PackedBatch) -> None:
     """Raises ValueError, naming the first row or step that is wrong. It reads the tensors on the host."""
     offsets = batch.cu_seqlens.cpu()
-    check(int(offsets[0]) == 0, "cu_seqlens: expected a first offset of 0, got {}", int(offsets[0]))
+    check(
+        int(offsets[0]) == 0,
+        "cu_seqlens: expected a first offset of 0, got {}; lengths of rows are for PackedBatch.from_lengths",
+        int(offsets[0]),
+    )
     row = _first_true(offsets[1:] < offsets[:-1])
     check(
         row is None,
@@ -142,15 +152,18 @@ def _check_nested(finer: str, ids: torch.Tensor | None, coarser: str, parents: t
 
 
 def _check_steps(name: str, begin: torch.Tensor, end: torch.Tensor, offsets: torch.Tensor) -> None:
-    filled = begin < end
-    step = _first_true(end < begin)
-    check(step is None, "{}: expected begin <= end at every step, not so at step {}", name, step)
-    step = _first_true(begin[1:] < end[:-1])
-    check(step is None, "{}: expected steps in order without overlap, not so after step {}", name, step)
+    overlaps = torch.zeros_like(begin, dtype=torch.bool)
+    overlaps[1:] = begin[1:] < end[:-1]
     row = torch.searchsorted(offsets, begin.contiguous(), right=True) - 1  # [N], the row that holds the first token
     outside = (row < 0) | (row >= offsets.numel() - 1) | (end > offsets[(row + 1).clamp(0, offsets.numel() - 1)])
-    step = _first_true(filled & outside)
-    check(step is None, "{}: expected each step inside one row, not so at step {}", name, step)
+    for wrong, expected, fix in (
+        (end < begin, "begin <= end at every step", "a range ends one token behind its last"),
+        (overlaps, "steps in order without overlap", "it begins before the one in front of it ends"),
+        (outside & (begin < end), "each step inside one row", "cut it where a row ends"),
+    ):
+        step = _first_true(wrong)
+        got = None if step is None else [int(begin[step]), int(end[step])]
+        check(step is None, "{}: expected {}, got {} at step {}; {}", name, expected, got, step, fix)
 
 
 def check_zeros_and_ones(mask: torch.Tensor) -> None:

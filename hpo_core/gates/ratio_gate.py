@@ -183,12 +183,12 @@ class RatioGate(Short):
         check_bounds_alone("pre", self.pre)
         require_type(
             isinstance(self.levels, tuple) and all(isinstance(level, Level) for level in self.levels),
-            "levels: expected a tuple of Level, got {!r}",
+            "levels: expected a tuple of Level, of one (level,), got {!r}",
             self.levels,
         )
         require_type(
             isinstance(self.corrections, tuple) and all(isinstance(each, Correction) for each in self.corrections),
-            "corrections: expected a tuple of Correction, got {!r}",
+            "corrections: expected a tuple of Correction, of one (correction,), got {!r}",
             self.corrections,
         )
         require_type(

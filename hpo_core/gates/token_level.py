@@ -289,7 +289,7 @@ def check_epsilons(
     low: float, high: float, names: tuple[str, str] = ("eps_low", "eps_high"), *, finite: bool = False
 ) -> None:
     """``finite``: an upper epsilon of inf, which is no bound, is refused."""
-    check(0 <= low <= 1, "{}: expected an epsilon in [0, 1], got {}", names[0], low)
+    check(0 <= low <= 1, "{}: expected an epsilon in [0, 1], got {}; the ratio's bound is 1 - it", names[0], low)
     check(high >= 0, "{}: expected an epsilon >= 0, got {}", names[1], high)
     check(high < math.inf or not finite, "{}: expected a finite epsilon, got {}", names[1], high)
     check(

@@ -6,7 +6,7 @@ and ``HPO_GATE="gspo(eps_low=3e-4, eps_high=4e-4)"`` in the environment of the p
 it the gate is the one that the configuration describes. AReaL has no registry of losses: its actor looks
 ``grpo_loss_fn`` up in its own module at each update. The actors here are AReaL's with that name replaced in the process
 that trains.
-Shapes: ``T`` tokens of a micro-batch packed by ``cu_seqlens``, or padded ``[B, L]``. Position t speaks of token t + 1.
+Shapes: ``T`` tokens of a micro-batch packed by ``cu_seqlens``, or padded ``[B, L]``. Place t belongs to token t + 1.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def use(gate: RatioGate | None = None) -> None:
         "use: 'megatron rlhf' has trainers of its own, which no gate reaches; expected 'swift rlhf', run that",
     )
     require_type(
-        gate is None or isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate
+        gate is None or isinstance(gate, RatioGate), "gate: expected a RatioGate such as gates.dapo(), got {!r}", gate
     )
     if gate is not None:
         check_gate(gate, "ms-swift")

@@ -118,7 +118,9 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         backend: str | None = None,
         **keywords: Any,
     ) -> None:
-        require_type(isinstance(gate, RatioGate | None), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
+        require_type(
+            isinstance(gate, RatioGate | None), "gate: expected a RatioGate such as gates.dapo(), got {!r}", gate
+        )
         require_type(advantage is None or callable(advantage), "advantage: expected an estimator, got {}", advantage)
         level, wanted = "row" if advantage is None else level_of(advantage), "row" if steps is None else "step"
         check(

@@ -32,6 +32,7 @@ from .library import (
     OPERATORS,
     TRANSFORM_IN_COMPILED,
     VMAP,
+    check_count,
     check_native,
     check_offsets,
     check_operand,
@@ -367,6 +368,7 @@ def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) ->
     check_operand("threshold", inputs.threshold, (1,), (torch.float32,), ("logp", logp))
     check_offsets("cu_seqlens", inputs.cu_seqlens, ("logp", logp))
     check_shape("cu_seqlens", inputs.cu_seqlens, (rows[0] + 1,), "[S + 1] (weights are [S])")
+    check_count("leaf_begin", inputs.leaves)
     for name in ("leaf_begin", "leaf_end", "leaf_row"):
         check_operand(name, getattr(inputs, name), (inputs.leaves,), (torch.int64,), ("logp", logp), "leaf_begin")
     check_operand("ancestors", inputs.ancestors, (levels, inputs.leaves), (torch.int64,), ("logp", logp), "leaf_begin")

@@ -183,18 +183,24 @@ def check_operand(
         check_device(name, tensor, like[1].device, like[0])
 
 
-MOST_ROWS = 2**30  # CUDA numbers rows and tiles in 32 bits, and a loop over them may step over the last
+MOST_ROWS = 2**30  # CUDA numbers rows, steps and tiles in 32 bits, and a loop over them may step over the last
+
+
+def check_count(name: str, count: int) -> None:
+    check(
+        count <= MOST_ROWS,
+        "{}: expected at most 2^30 rows or segments, which kernels number in 32 bits, got {}; make several calls",
+        name,
+        count,
+    )
 
 
 def check_offsets(name: str, offsets: torch.Tensor | None, like: tuple[str, torch.Tensor]) -> None:
     """Check the kind of the offsets of rows; kernels check or clamp their values."""
     if offsets is not None:
-        check(
-            offsets.dim() == 1 and 0 < offsets.numel() <= MOST_ROWS + 1,
-            "{}: expected shape [S + 1] with S <= 2^30, got {}; pass more rows in several calls",
-            name,
-            list(offsets.shape),
-        )
+        is_right = offsets.dim() == 1 and offsets.numel() > 0
+        check(is_right, "{}: expected shape [S + 1], got {}", name, list(offsets.shape))
+        check_count(name, offsets.numel() - 1)
         check_operand(name, offsets, offsets.shape, (torch.int64,), like)
 
 

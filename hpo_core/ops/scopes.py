@@ -54,6 +54,7 @@ define(
 
 def _order_statistics(*arguments: Any) -> Any:
     values, segments, scope_of_segment, scopes, numerator, denominator, rule, mask, backend = arguments
+    _check_values(values)
     run = resolve("scopes", values, backend or None).order_statistics
     listed = _listed(segments, scope_of_segment, scopes, None)
     if rule != OrderRule.LINEAR:
@@ -102,6 +103,7 @@ define(
 
 def _select_exact(*arguments: Any) -> Any:
     values, segments, scope_of_segment, k, uid_of_segment, mask, backend = arguments
+    _check_values(values)
     listed = _listed(segments, scope_of_segment, k.shape[0], uid_of_segment)
     return resolve("scopes", values, backend or None).select_exact(values, listed, k, mask)
 
@@ -119,6 +121,15 @@ def _listed(
     scope, by_scope = torch.sort(scope, stable=True)
     begin = torch.searchsorted(scope, torch.arange(scopes + 1, device=scope.device))
     return Scopes(segments, by_scope if order is None else order[by_scope], begin)
+
+
+def _check_values(values: torch.Tensor) -> None:
+    check(
+        values.numel() < 2**31,
+        "values: expected fewer than 2^31, because kernels count the equal ones of a scope in 32 bits, got {}; make "
+        "several calls",
+        values.numel(),
+    )
 
 
 def _check_scopes(

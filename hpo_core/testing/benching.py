@@ -110,7 +110,7 @@ def bench(
         is_count = number is None or (isinstance(number, int) and number >= 1)
         check(is_count, "{}: expected a number >= 1, got {!r}", name, number)
     gate = gates.ppo_clip() if gate is None else gate
-    require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate from hpo_core.gates, got {}", gate)
+    require_type(isinstance(gate, RatioGate), "gate: expected a RatioGate such as gates.dapo(), got {!r}", gate)
     needs = ", ".join((*gate.required, *(f"{unit.name.lower()}s" for unit in sorted(gate.units - {Unit.TRAJECTORY}))))
     check(not needs, "gate: expected one such as gates.icepop(), got {!r}, which needs {}", gate.name, needs)
     example = _example(gate, tokens, rows, device)

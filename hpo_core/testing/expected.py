@@ -134,6 +134,7 @@ def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
     return run_policy_loss(policy_loss, example, report=("tokens",), backend="reference")
 
 
+# Heads that pull the ratio back to 1, each with the head and the numbers of what remains without the pull.
 _WITHOUT_PULL = {
     Head.SIMPLE: (Head.LINEAR, (0.0, 0.0)),
     Head.MIRROR: (Head.LINEAR, (0.0, 0.0)),

@@ -30,6 +30,7 @@ CHUNKS = tl.constexpr(2 if INTERPRETED else 4)
 BLOCK = tl.constexpr(2048)  # elements of a step of the backward, which needs no barrier
 
 LEAST_FLOAT = tl.constexpr(-3.4028234663852886e38)
+MOST_INVERSE = tl.constexpr(2.0**126)  # of a temperature that is a normal number
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 NEGLIGIBLE = tl.constexpr(-200.0)  # 2^-200 is 0 in float
@@ -112,8 +113,8 @@ def _log1p(x):
 
 @triton.jit
 def is_defined(target, vocabulary, exponent):
-    """Whether a row has a target and a temperature."""
-    return (target >= 0) & (target < vocabulary) & (exponent.inverse > 0.0) & (exponent.inverse <= -LEAST_FLOAT)
+    """Whether a row has a target and a temperature, a normal number of float32 above 0."""
+    return (target >= 0) & (target < vocabulary) & (exponent.inverse > 0.0) & (exponent.inverse <= MOST_INVERSE)
 
 
 @triton.jit

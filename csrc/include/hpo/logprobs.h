@@ -116,10 +116,10 @@ HPO_INLINE Exponent exponent_of(const LogprobsArgs& args, int64_t row) {
 
 HPO_INLINE bool is_ignored(const LogprobsArgs& args, int64_t row) { return args.targets[row] == args.ignore_index; }
 
-// Whether a row has a target and a temperature.
+// Whether a row has a target and a temperature, a normal number of float32 above 0.
 HPO_INLINE bool is_defined(const LogprobsArgs& args, int64_t row, const Exponent& exponent) {
   const int64_t target = args.targets[row];
-  return target >= 0 && target < args.vocabulary && exponent.inverse > 0.0 && exponent.inverse <= double(FLT_MAX);
+  return target >= 0 && target < args.vocabulary && exponent.inverse > 0.0 && exponent.inverse <= 1.0 / double(FLT_MIN);
 }
 
 // The column of the target, or -1 where it is in another part of the vocabulary.

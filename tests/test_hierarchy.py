@@ -126,6 +126,20 @@ def test_a_long_leaf_is_shared_by_many_workers(gate, native_backends):
             assert_the_definition(example, gate, backend, exact)
 
 
+def test_an_exception_at_the_beginning_of_a_long_leaf_leaves_its_end_as_it_is(backend="cpu"):
+    """The two lie in blocks of their own, of which one goes the long way."""
+    gate = RatioGate("dropped", Drop(), (Level(SMALL, gates.Routing.SELF), Level(SMALL, unit=GROUP)))
+    draw, tokens = torch.Generator().manual_seed(1), 20_300
+    old_logp = -torch.rand(tokens, generator=draw)
+    logp = old_logp + 0.05 * torch.randn(tokens, generator=draw)
+    logp[3] = old_logp[3] + 50
+    batch = hpo.PackedBatch.from_lengths([20_000, 300], group_ids=torch.tensor([0, 0]))
+    given = (logp, old_logp, torch.tensor([1.0, -0.5]), batch, gate)
+    got, wanted = (hpo.policy_loss_and_grad(*given, backend=each).grad for each in (backend, "reference"))
+    assert got[17_000] == got[0] != 0
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0.0)
+
+
 def masked_alike(seed, several, scale):
     """Stretches of a long leaf that workers skip, that they need not look up and that they must, in one row."""
     example = Example(seed, (3, 9000 // scale, 40), masked=False, several=several, gaps=False)

@@ -17,6 +17,7 @@ from .checks import check, check_shape, require_type
 from .distributed import check_is_step
 from .entropy import EntropyWindow, Selection, WindowState
 from .gates import GateInputs, RatioGate
+from .gates.inputs import of_row
 from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
@@ -261,8 +262,7 @@ def _advantages(
     if level == "step":
         told |= batch.ids_of_steps()
         if domains is not None:
-            own = domains[batch.row_of_step().clamp(min=0)]
-            domains = torch.where(told["trajectory_ids"] >= 0, own, -1)
+            domains = torch.where(told["trajectory_ids"] >= 0, of_row(domains, batch.row_of_step(), -1), -1)
     if domains is not None:  # None would make one domain of all rows
         told["domain_ids"] = domains
     if backend is not None:

@@ -48,6 +48,9 @@ def test_a_step_in_no_row():
     batch = PackedBatch.from_padded(torch.ones(2, 3) > 0, steps=torch.tensor([[1, 3], [3, 3], [6, 8]]), validate=False)
     assert batch.row_of_step().tolist() == [0, -1, -1]
     assert batch.ids_of_steps()["trajectory_ids"].tolist() == [0, -1, -1]
+    none = torch.tensor([], dtype=torch.int64)
+    empty = PackedBatch.from_lengths([], cu_steps=torch.tensor([0, 0]), group_ids=none, trajectory_ids=none)
+    assert all(ids.tolist() == [-1] for ids in empty.ids_of_steps().values())
 
 
 def test_rows_of_tokens():

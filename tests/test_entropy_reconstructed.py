@@ -10,6 +10,7 @@ from naive_entropy import close, on_random_batches
 
 import hpo_core as hpo
 from hpo_core import entropy as E
+from hpo_core import testing
 from hpo_core.entropy import reconstructed as R
 
 
@@ -48,6 +49,13 @@ def test_semantic_entropy(drawn):
     ids = torch.tensor(clusters, device=drawn.device), torch.tensor(groups, device=drawn.device)
     close(R.semantic_entropy(*ids, backend=drawn.backend), plain, 1e-5)
     close(R.seed_grpo(drawn.tensor(own), *ids, alpha=0.5, backend=drawn.backend), shaped, 1e-5)
+
+
+@pytest.mark.parametrize("answers", [2, 3, 7, 12])
+def test_answers_that_all_differ_teach_seed_grpo_nothing(answers, backend):
+    """Their surprise is the logarithm of their number to the bit: what rounding leaves would be an advantage."""
+    ids = torch.arange(answers, device=testing.device_of(backend))
+    assert not R.seed_grpo(torch.ones(answers, device=ids.device), ids, None, backend=backend).any()
 
 
 @on_random_batches

@@ -58,6 +58,17 @@ def test_p1_order_does_not_matter(native_backends, name):
         near(CASES[name](Given(moved, backend)), plain[..., order], float(plain.abs().max()), backend)
 
 
+def test_p1_an_accuracy_at_the_bound_is_easy_in_any_order(backend):
+    """A fifth is no binary number, and a mean is rounded in the order of its units."""
+    device = testing.device_of(backend)
+    accuracy, is_instant = torch.tensor([1.0, 0, 0, 0, 0, 1, 0], device=device), torch.arange(7, device=device) < 5
+    found = []
+    for first in range(7):
+        order = torch.arange(7, device=device).roll(first)
+        found.append(R.a2fm_apo(accuracy[order], is_instant[order], None, easy=0.2, backend=backend).roll(-first))
+    assert all(torch.allclose(each, found[0]) for each in found)
+
+
 ZERO_SUM = ("grpo", "dr_grpo", "rloo", "dgpo", "gpg", "maxrl", "g2rpo", "pass_at_k", "dvao")
 
 

@@ -78,6 +78,15 @@ def far_from_0():
     return naive.Units(*(each.numpy() for each in (reward + 1e4, unit // 12, unit >= 0, *ids)))
 
 
+def rows_of_four(g):
+    return hpo.PackedBatch.from_lengths([4] * 6).to(g.reward.device)
+
+
+def outcomes_and_penalties(g):
+    """The reward of the last token of each four, and a small one at the others."""
+    return torch.where(torch.arange(24, device=g.reward.device) % 4 == 3, g.reward, -g.number / 64)
+
+
 # What puts rewards, returns or values together before it compares them.
 FAR_FROM_0 = {
     **{name: CASES[name] for name in ("sgrpo_reward_sum", "sgrpo_hierarchical_sum", "mars2", "hila", "gigpo")},
@@ -95,8 +104,11 @@ FAR_FROM_0 = {
     )),
     "critic": lambda g: A.step_gae(g.reward - 1e4, g.reward.roll(3), g.trajectory, gamma=0.99, backend=g.backend),
     "token_gae": lambda g: A.token_gae(
-        g.reward - 1e4, g.reward.roll(3), hpo.PackedBatch.from_lengths([4] * 6).to(g.reward.device), gamma=0.99,
-        backend=g.backend,
+        g.reward - 1e4, g.reward.roll(3), rows_of_four(g), gamma=0.99, backend=g.backend,
+    ),
+    "reinforce_pp": lambda g: A.reinforce_pp(outcomes_and_penalties(g), rows_of_four(g), backend=g.backend),
+    "otb": lambda g: A.otb(
+        outcomes_and_penalties(g), None, rows_of_four(g), g.reward / 1e5, g.reward / 1e5, backend=g.backend,
     ),
 }  # fmt: skip
 

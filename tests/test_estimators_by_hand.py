@@ -149,11 +149,21 @@ def test_dgpo_weighs_groups_by_differences_of_their_accuracies(backend, offset):
     assert near.any()
 
 
+def test_dgpo_takes_accuracies_of_any_size(backend):
+    """The hardest group takes all: as float32 it was harder than itself, by more than an exponential holds."""
+    t, b = on(backend)
+    rewards, ids = t(1.0, 0, 1, 0, 1, 0), t(0, 0, 1, 1, 2, 2)
+    accuracy = t(1e30, 3e29, 7e29, 1.1e30, 9e29, 1e30)
+    close(A.dgpo(rewards, ids, accuracy=accuracy, eps=0.0, **b), [3, -3, 0, 0, 0, 0])
+
+
 def test_w12_sgrpo(backend):
     t, b = on(backend)
     given = (t(1.0, 0, 0.5, 0.5), t(0.8, 0.8, 0.2, 0.2), t(0, 0, 0, 0), t(0, 0, 1, 1))
     close(A.sgrpo(*given, **b), [0.633333, -0.033333, -0.3, -0.3])
     close(A.sgrpo(*given, scaled=True, **b), [1.523237, -0.109356, -0.706940, -0.706940])
+    opposite = (t(1.0, 0), t(0.0, 1), t(0, 0), t(0, 1))  # both parts differ, their sum does not: there is no scale
+    assert A.sgrpo_hierarchical_sum(*opposite, scaled=True, eps=0.0, **b).tolist() == [0, 0]
 
 
 def test_w13_spo(backend):

@@ -62,6 +62,8 @@ def test_dgpo_with_lengths_spares_the_loss_tokens_that_teach_nothing(backend):
     assert not A.dgpo(t(1.0, 1), None, lengths=t(1.0, 2), **b).any()  # no group differs
     lacking = A.dgpo(t(1.0, 0, 1, 1, math.nan), t(0, 0, 1, 1, 1), lengths=t(3.0, 1, 5, 3, 9), **b)
     close(lacking, [2.9997, -2.9997, 0, 0, 0])
+    without_tokens = A.dgpo(t(1.0, 0, 0.5, 1, 1), t(0, 0, 0, 1, 1), lengths=t(0.0, 0, 0, 3, 5), eps=0.0, **b)
+    close(without_tokens, [1.5, -1.5, 0, 0, 0])
 
 
 def test_maxrl_clipped_is_divided_by_the_group_s_size(backend):

@@ -231,12 +231,21 @@ def test_levels_of_equal_sizes():
 
 @pytest.mark.parametrize(
     ("lengths", "cu_steps"),
-    [([1, 1], [0, 1, 2]), ([4, 4], [0, 4, 8]), ([2, 2, 0], [0, 1, 2, 4]), ([3], [0, 1, 3]), ([1], [0, 1]), ([], [0])],
+    [
+        ([1, 1], [0, 1, 2]),
+        ([4, 4], [0, 4, 8]),
+        ([2, 2, 0], [0, 1, 2, 4]),
+        ([3], [0, 1, 3]),
+        ([1], [0, 1]),
+        ([], [0]),
+        ([], [0, 0]),
+    ],
 )
 def test_the_single_call_knows_the_level_of_its_estimator(lengths, cu_steps):
     """Whatever the numbers of tokens, steps and rows happen to be."""
     ids = torch.zeros(max(len(lengths), len(cu_steps)), dtype=torch.int64)
-    batch = hpo.PackedBatch.from_lengths(lengths, cu_steps=torch.tensor(cu_steps), group_ids=ids[: len(lengths)])
+    of_rows = {"group_ids": ids[: len(lengths)], "domain_ids": ids[: len(lengths)]}
+    batch = hpo.PackedBatch.from_lengths(lengths, cu_steps=torch.tensor(cu_steps), **of_rows)
     logp = torch.zeros(batch.total_tokens)
     of_steps = functools.partial(hpo.advantages.gigpo, anchor_ids=ids[: batch.num_steps])
     for estimator, level, count in ((hpo.advantages.grpo, "row", batch.rows), (of_steps, "step", batch.num_steps)):

@@ -347,12 +347,14 @@ def dgpo(
     weighed = advantages.double()
     if lengths is not None:
         tokens = torch.where(member, known(lengths.double()), 0.0)
-        weighed = weighed * (total(tokens) / total(torch.where(differs, tokens, 0.0)))
+        taught = total(torch.where(differs, tokens, 0.0))
+        weighed = weighed * torch.where(taught > 0, total(tokens) / taught, 1.0)
     if accuracy is not None:
         right = segments.statistics(accuracy, group_ids, mask=scorable(rewards, mask), backend=backend).mean
         # Once per group: each of its n members stands for 1 / n of it.
         share = torch.where(differs, 1 / group.members.clamp(min=1), 0.0)
-        ease = torch.where(right == 0, 1.0, right)
+        # As kernels compare it: no group is harder than the hardest, however large accuracies are.
+        ease = about_group(torch.where(right == 0, 1.0, right), rewards, None, mask=differs, backend=backend).double()
         hardest = segments.statistics(ease, None, mask=differs, backend=backend).least  # of the batch, on whatever rank
         hardness = torch.exp((hardest - ease) / temperature)
         weighed = weighed * (total(share) / total(torch.where(differs, share * hardness, 0.0)) * hardness)

@@ -180,7 +180,8 @@ def a2fm_apo(
     check_units(accuracy=accuracy, is_instant=is_instant, group_ids=group_ids, mask=mask)
     scored = scorable(accuracy, mask)
     instant = statistics(accuracy, group_ids, mask=scored & is_instant, backend=backend)
-    spared = is_instant | (instant.members == 0) | (instant.mean < easy)
+    # A mean is rounded in the order of its units: one that equals the bound is above it in any order.
+    spared = is_instant | (instant.members == 0) | (instant.mean < easy - 1e-12)
     exact = torch.where(spared, accuracy.double(), accuracy.double() * (1 - instant.mean.clamp(min=0) ** alpha))
     return grpo_of_exact(exact, accuracy, group_ids, eps=eps, mask=mask, backend=backend)
 

@@ -144,7 +144,7 @@ def sgrpo_hierarchical_sum(
         supergroup = among(supergroup_ids, group >= 0)
         together = about_group(together, rewards, supergroup, mask=scored, backend=backend)
         scale = statistics(together, supergroup, mask=scored, backend=backend).deviation(1) + eps
-        advantages = torch.where(advantages == 0, 0.0, advantages / scale)
+        advantages = torch.where((advantages == 0) | (scale == 0), 0.0, advantages / scale)
     return as_advantages(advantages, rewards, backend)
 
 

@@ -51,10 +51,8 @@ def reinforce_pp(
     valid = valid_tokens(batch)
     values = torch.where(valid, token_rewards, 0.0)
     gains = torch.where(valid, torch.full_like(values, gamma), 1.0)
-    returns = torch.where(valid, recurrence(values, gains, batch.cu_seqlens, backend=backend), 0.0)
-    if not whitened:
-        return known(returns)
-    return whiten(returns, torch.ones_like(returns), mask=valid, backend=backend)
+    exact = torch.where(valid, scan(values, gains, batch.cu_seqlens, backend), 0.0)
+    return _finished(exact, token_rewards, valid, whitened, backend)
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -274,15 +272,16 @@ def _against_positions(
     row = batch.row_of_token()
     valid = valid_tokens(batch)
     values, energy = torch.where(valid, token_rewards, 0.0), torch.where(valid, energy, 0.0)
-    returns = recurrence(values, torch.ones_like(values), batch.cu_seqlens, backend=backend)
+    returns = scan(values, torch.ones_like(values), batch.cu_seqlens, backend)
     weight = recurrence(energy, torch.ones_like(energy), batch.cu_seqlens, forward=True, backend=backend)
     groups = torch.zeros_like(row) if group_ids is None else of_row(group_ids.to(torch.int64), row, -1)
     ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
+    centred = about_group(returns, token_rewards, ids, mask=valid, backend=backend)
     # A certain token weighs nothing but is a response: the other one at its position is not alone.
-    responses = statistics(returns, ids, mask=valid, backend=backend).members
-    mean = statistics(returns, ids, weights=weight, mask=valid, backend=backend).mean
-    exact = returns.double() - torch.where(responses > 1, mean, 0.0)
-    return as_advantages(torch.where((responses > 0) & scorable(returns, valid), exact, 0.0), returns, backend)
+    responses = statistics(centred, ids, mask=valid, backend=backend).members
+    baseline = statistics(centred, ids, weights=weight, mask=valid, backend=backend)
+    exact = torch.where((responses > 1) & (baseline.members > 0), centred.double() - baseline.mean, returns)
+    return as_advantages(torch.where((responses > 0) & scorable(centred, valid), exact, 0.0), token_rewards, backend)
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -376,7 +375,13 @@ def _along_trajectories(
     valid = valid_tokens(batch)
     given, value = torch.where(valid, token_rewards, 0.0), torch.where(valid, values, 0.0)
     exact = generalised_advantages(given, value, trajectories, gamma, lam, backend=backend)
-    exact = torch.where(valid, exact, 0.0)
+    return _finished(torch.where(valid, exact, 0.0), token_rewards, valid, whitened, backend)
+
+
+def _finished(
+    exact: torch.Tensor, token_rewards: torch.Tensor, valid: torch.Tensor, whitened: bool, backend: str | None
+) -> torch.Tensor:
+    """What was computed in float64, whitened over valid tokens where asked; an offset of all costs no digits."""
     if not whitened:
         return as_advantages(known(exact), token_rewards, backend)
     advantages = about_group(exact, token_rewards, None, mask=valid, backend=backend)

@@ -356,11 +356,13 @@ class PackedBatch:
         if self.step_ids is not None:
             first = self.once(first_ranges)
             row = torch.where(first == torch.arange(first.numel(), device=first.device), row, -1)
-        ids = {"group_ids": self.group_ids, "trajectory_ids": self.trajectory_ids}
-        default = {"group_ids": torch.zeros_like(row), "trajectory_ids": row}
-        found = {name: default[name] if of is None else of[row.clamp(min=0)] for name, of in ids.items()}
-        found["trajectory_ids"] = found["trajectory_ids"] & (2**63 - 1)
-        return {name: torch.where(row >= 0, of, -1) for name, of in found.items()}
+        rows = torch.arange(self.rows, device=row.device)
+        groups = torch.zeros_like(rows) if self.group_ids is None else self.group_ids
+        trajectories = rows if self.trajectory_ids is None else self.trajectory_ids & (2**63 - 1)
+        none = row.new_full((1,), -1)  # the row -1 is the last place: a batch may have no rows at all
+        return {
+            name: torch.cat((ids, none))[row] for name, ids in (("group_ids", groups), ("trajectory_ids", trajectories))
+        }
 
     def step_ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The first token of every step, and the token after its last, each ``[N]``."""

@@ -8,6 +8,7 @@ import math
 import torch
 
 from ..advantages.terms import as_advantages, known
+from ..arguments import constant
 from ..batch import PackedBatch
 from ..checks import check, check_rows, check_tokens, check_units
 from ..reference.terms import SATURATION
@@ -189,7 +190,7 @@ def seed_grpo(
     check_units(advantages=advantages, cluster_ids=cluster_ids, group_ids=group_ids)
     surprise = _surprise(cluster_ids, group_ids, per_cluster=True, backend=backend)
     size = statistics(torch.ones_like(advantages), group_ids, mask=cluster_ids >= 0, backend=backend).members
-    most = torch.where(size > 1, size, math.e).log()
+    most = constant(torch.where(size > 1, size, math.e).log(), keeps_doubles=backend == "reference")  # as their mean is
     factor = torch.where(size > 1, 1 - alpha * surprise / most, 1.0)
     return as_advantages(known(advantages.detach().double() * factor), advantages, backend)
 
@@ -203,6 +204,6 @@ def _surprise(
     of_cluster = statistics(units, dense_ids(groups, cluster_ids), backend=backend).members
     known_unit = of_cluster > 0
     of_group = statistics(units, groups, mask=known_unit, backend=backend).members
-    surprise = torch.where(known_unit, -(of_cluster / of_group.clamp(min=1)).clamp(min=1e-300).log(), 0.0)
+    surprise = (of_group.clamp(min=1) / of_cluster.clamp(min=1)).log()
     weights = 1 / of_cluster.clamp(min=1) if per_cluster else torch.ones_like(of_cluster)
     return statistics(surprise, groups, weights=weights, mask=known_unit, backend=backend).mean

@@ -57,27 +57,26 @@ def compare(compiled, function, given):
     assert torch.equal(vector, expected_vector) and not vector.requires_grad
 
 
-@pytest.mark.parametrize(
-    "function", [three_calls, own_batch, padded, several_rows], ids=lambda function: function.__name__
-)
-def test_compiled(function):
+def assert_two_graphs(backend, function):
     """One graph, and one more with sizes as symbols when they change; then none."""
     torch.compiler.reset()
-    counter = dynamo.CompileCounterWithBackend("aot_eager")
+    counter = dynamo.CompileCounterWithBackend(backend)
     compiled = torch.compile(function, fullgraph=True, backend=counter)
     for shape in SHAPES:
         compare(compiled, function, inputs(*shape))
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize(
+    "function", [three_calls, own_batch, padded, several_rows], ids=lambda function: function.__name__
+)
+def test_compiled(function):
+    assert_two_graphs("aot_eager", function)
+
+
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_single_call_compiled_by_inductor():
-    torch.compiler.reset()
-    counter = dynamo.CompileCounterWithBackend("inductor")
-    compiled = torch.compile(single_call, fullgraph=True, backend=counter)
-    for shape in SHAPES:
-        compare(compiled, single_call, inputs(*shape))
-    assert counter.frame_count <= 2
+    assert_two_graphs("inductor", single_call)
 
 
 MADE_INSIDE = {

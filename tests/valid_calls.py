@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from valid_operators import operator_calls
+from valid_values import BY_NAME, LOGITS, TARGETS, TEMPERATURES, WEIGHT, S, T, U, batch, bools, floats, integers
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -19,10 +21,7 @@ from hpo_core.batch import PackedBatch
 from hpo_core.entropy import EntropyWindow, PivotState, ScopeStatistics, Selection, WindowState
 from hpo_core.level_metrics import LevelMetrics
 from hpo_core.metrics import Metrics, Observations
-from hpo_core.ops.advantages import _numbers_of_groups
-from hpo_core.ops.gates import _numbers_of
 from hpo_core.segments import Chains, GroupStatistics
-from hpo_core.specs import GroupNormalisation, PolicyLossInputs, Share
 from hpo_core.value_loss import ValueMetrics
 
 MODULES = (
@@ -148,83 +147,15 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-# ------------------------------------------------------------------------------------------------------------- numbers
-
-
-def floats(*numbers: float) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
-
-
-def integers(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
-def bools(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.bool, device="cpu")
-
-
-def batch(**more: Any) -> PackedBatch:
-    """S = 3 rows, T = 11 tokens, the fifth of them masked, N = 5 steps."""
-    given = {"group_ids": integers(0, 0, 1), "cu_steps": integers(0, 2, 4, 7, 9, 11), **more}
-    return PackedBatch(integers(0, 4, 7, 11), bools(1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1), **given)
-
-
-_T = {
-    "logp": floats(-1, -0.5, -2, -0.25, -1, -1.5, -0.75, -1, -0.5, -2, -1.25),
-    "old_logp": floats(-1.25, -0.5, -1.5, -0.5, -1, -1, -1, -0.75, -0.5, -1, -1.5),
-    "entropy": floats(0.5, 1, 2, 0.25, 0.75, 1.25, 1.75, 0.125, 1.5, 0.625, 0.875),
-    "bools": bools(1, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1),
-    "weight": floats(1, 0.5, 2, 1, 1, 1.5, 1, 0.5, 1, 2, 1),
-    "reward": floats(0, 0, 0, 1, 0, 0, 0.5, 0, 0, 0, -1),
-}
-_S = {"advantages": floats(1, -0.5, 0.25), "weights": floats(0.125, 0.25, 0.125), "bools": bools(1, 0, 1)}
-
-# Tensors of units, U = 8, by the name of the argument.
-_UNITS: dict[str, torch.Tensor] = {
-    "rewards": floats(1, 0, 0.5, 2, 0.25, 1.5, 0.75, -1),
-    "values": floats(0.5, 0.25, 1, 0, 0.75, 0.5, 1, 0.125),
-    "lengths": floats(5, 9, 3, 4, 12, 7, 2, 6),
-    "group_ids": integers(0, 0, 1, 1, 0, 1, 0, 1),
-    "trajectory_ids": integers(0, 1, 2, 2, 0, 3, 1, 3),
-    "anchor_ids": integers(5, 7, 5, 7, 7, 5, 5, 7),
-    "positions": floats(0, 1, 2, 0, 3, 1, 4, 2),
-    "mask": bools(1, 1, 1, 1, 1, 1, 0, 1),
-    "is_correct": bools(1, 0, 1, 1, 0, 0, 1, 0),
-}
-_ALIKE = {
-    "rewards": (
-        "rewards step_rewards action_rewards outcomes success group_rewards control_rewards ranks advantages accuracy "
-        "prior value scores first_critic format_rewards execution_rewards structure_rewards answer"
-    ),
-    "values": (
-        "values predictions second_critic low_values high_values switch_values parent_values answer_values "
-        "root_values deviations drift reference weights gains second_values credits future_values "
-        "model_rewards rule_rewards judged_rewards search selection perception form"
-    ),
-    "lengths": "lengths turns budgets multiplicity",
-    "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids tree_ids prefix_ids",
-    "trajectory_ids": "trajectory_ids",
-    "anchor_ids": "anchor_ids edge_ids",
-    "positions": "positions",
-    "mask": "mask apply_mask",
-    "is_correct": "is_correct is_planner is_macro is_shaped switches is_step is_instant is_deferred is_created "
-    "is_formatted is_multi_tool is_changed is_steered is_local",
-}
-_BY_NAME = {name: _UNITS[like] for like, names in _ALIKE.items() for name in names.split()}
-
-
 def _of_units(function: Callable[..., Any], **more: Any) -> dict[str, Any]:
     """The arguments of a function of units, by their names; ``more`` replaces some of them."""
     given = {}
     for parameter in _parameters(function):
         if parameter.name in more:
             given[parameter.name] = more[parameter.name]
-        elif parameter.name in _BY_NAME and "Tensor" in str(parameter.annotation):
-            given[parameter.name] = _BY_NAME[parameter.name]
+        elif parameter.name in BY_NAME and "Tensor" in str(parameter.annotation):
+            given[parameter.name] = BY_NAME[parameter.name]
     return given
-
-
-# --------------------------------------------------------------------------------------------------------------- calls
 
 
 def calls() -> list[Call]:
@@ -242,13 +173,13 @@ def _method(kind: type, name: str, free: str = "", /, **arguments: Any) -> Call:
 
 def _estimators() -> Iterator[Call]:
     several = floats(1, 0, 0.5, 2, 0.25, 1.5, 0.75, -1, 0, 1, 1, 0.5, 2, 0.25, 0, 1).reshape(2, 8)
-    prefixes = [_UNITS["group_ids"], _UNITS["anchor_ids"]]
+    prefixes = [U["group_ids"], U["anchor_ids"]]
     parents = integers(-1, -1, 0, 2, 1, 2, 4, 0)
     history = GroupHistory(*(floats(*x).double() for x in ((1, 2), (0.5, 0.25), (0.25, 0.5))))
-    tokens = {"batch": batch(), "token_rewards": _T["reward"], "entropy": _T["entropy"], "values": _T["weight"]}
+    tokens = {"batch": batch(), "token_rewards": T["reward"], "entropy": T["entropy"], "values": T["weight"]}
     positioned = {
-        **tokens, "group_ids": integers(0, 0, 1), "chosen_probability": _T["entropy"] / 4,
-        "squared_probabilities": _T["entropy"] / 8, "importance": _T["weight"],
+        **tokens, "group_ids": integers(0, 0, 1), "chosen_probability": T["entropy"] / 4,
+        "squared_probabilities": T["entropy"] / 8, "importance": T["weight"],
     }  # fmt: skip
     special: dict[str, dict[str, Any]] = {
         "dvao": {"rewards": several, "weights": None},
@@ -258,12 +189,12 @@ def _estimators() -> Iterator[Call]:
             "directions": floats(1, 0, 0, 1, 0.5, 0.5).reshape(3, 2),
             "group_ids": integers(0, 0, 1, 1), "mask": bools(1, 1, 1, 1),
         },
-        "dcpo": {"prompts": _UNITS["group_ids"], "history": history},
-        "de_grpo": {"prompts": _UNITS["group_ids"], "utility": floats(0.25, 0.5), "samples": 6},
-        "rae": {"roles": _UNITS["group_ids"], "baselines": floats(0.25, 0.5)},
+        "dcpo": {"prompts": U["group_ids"], "history": history},
+        "de_grpo": {"prompts": U["group_ids"], "utility": floats(0.25, 0.5), "samples": 6},
+        "rae": {"roles": U["group_ids"], "baselines": floats(0.25, 0.5)},
         "poise": {"sources": integers(1, 0, 3, 2, 5, 4, 7, 6)},
         "mars2": {"parents": parents, "group_ids": integers(0, 0, 0, 0, 0, 0, 0, 0)},
-        "hiper": {"is_truncated": _UNITS["is_correct"]},
+        "hiper": {"is_truncated": U["is_correct"]},
         "treepo": {"prefix_ids": prefixes},
         "treepo_segments": {"prefix_ids": prefixes, "lengths": several},
         "rose": {"prefix_ids": prefixes},
@@ -277,19 +208,19 @@ def _estimators() -> Iterator[Call]:
         "dynamic_contrastive": {"best": 1, "worst": 1},
         "hi_grpo": {"stage_rewards": several},
         "hc_grpo": {"costs": several},
-        "combine": {"terms": [Term(_UNITS["rewards"], _UNITS["group_ids"], GroupTerm(), _UNITS["lengths"])]},
-        "hicra": {"batch": batch(), "advantages": _S["advantages"], "is_planning": _T["bools"]},
+        "combine": {"terms": [Term(U["rewards"], U["group_ids"], GroupTerm(), U["lengths"])]},
+        "hicra": {"batch": batch(), "advantages": S["advantages"], "is_planning": T["bools"]},
         "otb": positioned,
         "tir_otb": positioned,
-        "iw_opd": {"batch": batch(), "teacher_logp": _T["weight"] - 2, "old_logp": _T["reward"] - 2},
+        "iw_opd": {"batch": batch(), "teacher_logp": T["weight"] - 2, "old_logp": T["reward"] - 2},
         "token_gae": tokens,
         "vapo": tokens,
         "reinforce_pp": tokens,
-        "remax": {**tokens, "greedy_rewards": _S["advantages"]},
+        "remax": {**tokens, "greedy_rewards": S["advantages"]},
         "rl_zvp": {
-            **tokens, "rewards": floats(1, 1, 0), "group_ids": integers(0, 0, 1), "advantages": _S["advantages"],
+            **tokens, "rewards": floats(1, 1, 0), "group_ids": integers(0, 0, 1), "advantages": S["advantages"],
         },
-        "t_ppo": {**tokens, "is_truncated": _S["bools"]},
+        "t_ppo": {**tokens, "is_truncated": S["bools"]},
     }  # fmt: skip
     free = {
         "positive_sample": "is_correct", "negative_sample": "is_correct", "vpo": "directions", "dvao": "rewards",
@@ -321,73 +252,73 @@ def _segments() -> Iterator[Call]:
     yield _call(
         segments.recurrence, "cu_seqlens", **_of_units(segments.recurrence), cu_seqlens=integers(0, 3, 8), forward=True
     )
-    yield _call(segments.dense_ids, keys=[_UNITS["group_ids"], _UNITS["anchor_ids"]])
+    yield _call(segments.dense_ids, keys=[U["group_ids"], U["anchor_ids"]])
     yield _call(segments.chains, **_of_units(segments.chains))
-    steps = segments.chains(_UNITS["trajectory_ids"])
+    steps = segments.chains(U["trajectory_ids"])
     for name in ("sorted", "unsorted", "first", "following"):
-        yield Call(f"Chains.{name}", getattr(steps, name), {"values": _UNITS["rewards"]})
+        yield Call(f"Chains.{name}", getattr(steps, name), {"values": U["rewards"]})
 
 
 def _inputs() -> Iterator[Call]:
-    of_loss = {"logp": _T["logp"], "old_logp": _T["old_logp"], "batch": batch()}
-    yield _call(gates.archer_bounds, "wide", wide=_T["bools"])
-    yield _call(gates.dcpo_bounds, "old_logp", old_logp=_T["old_logp"])
-    yield _call(gates.hapo_bounds, entropy=_T["entropy"], batch=batch())
-    yield _call(gates.chord_weight, "logp", logp=_T["logp"])
-    yield _call(gates.icpo_weight, "logp", logp=_T["logp"])
+    of_loss = {"logp": T["logp"], "old_logp": T["old_logp"], "batch": batch()}
+    yield _call(gates.archer_bounds, "wide", wide=T["bools"])
+    yield _call(gates.dcpo_bounds, "old_logp", old_logp=T["old_logp"])
+    yield _call(gates.hapo_bounds, entropy=T["entropy"], batch=batch())
+    yield _call(gates.chord_weight, "logp", logp=T["logp"])
+    yield _call(gates.icpo_weight, "logp", logp=T["logp"])
     yield _call(gates.ink_grpo_coefficient, step=3)
-    for advantages, level in ((_S["advantages"], "row"), (_T["weight"], "token")):
+    for advantages, level in ((S["advantages"], "row"), (T["weight"], "token")):
         given = {"advantages": advantages, "advantage_level": level}
         yield _call(gates.bapo_bounds, **of_loss, **given)
         yield _call(gates.m2po_bounds, **of_loss, **given)
         yield _call(gates.clip_cov_mask, **of_loss, **given, seed=1, low=0.0)
-        yield _call(gates.kl_cov_mask, logp=_T["logp"], batch=batch(), **given, share=0.25)
+        yield _call(gates.kl_cov_mask, logp=T["logp"], batch=batch(), **given, share=0.25)
         yield _call(gates.rec_ring_mask, **of_loss, **given)
         yield _call(gates.vaco_mask, **of_loss, **given, delta=0.25)
         yield _call(gates.fipo_weight, **of_loss, **given)
     yield _call(gates.m2po_mask, **of_loss)
-    yield _call(gates.bpo_target, "advantages", advantages=_S["advantages"])
+    yield _call(gates.bpo_target, "advantages", advantages=S["advantages"])
     yield _call(gates.gbpo_target, **_of_units(gates.gbpo_target))
 
 
 def _windows() -> Iterator[Call]:
-    given = {"entropy": _T["entropy"], "batch": batch()}
+    given = {"entropy": T["entropy"], "batch": batch()}
     for window in (hpo.entropy.forking_tokens("0.5"), hpo.entropy.ares(2, "0.5")):
         state = window.fit(**given)
         yield _method(EntropyWindow, "score", self=window, **given)
         yield _method(EntropyWindow, "fit", self=window, **given)
-        yield _method(EntropyWindow, "fit_score", "score", self=window, score=_T["entropy"])
+        yield _method(EntropyWindow, "fit_score", "score", self=window, score=T["entropy"])
         yield _method(EntropyWindow, "fit_apply", self=window, **given)
         yield _method(EntropyWindow, "apply", self=window, **given, state=state)
         yield _method(EntropyWindow, "selection", self=window, **given, state=state)
     yield from _presets()
-    yield _call(hpo.entropy.window_mean, values=_T["entropy"], batch=batch(), first=-1, last=1)
+    yield _call(hpo.entropy.window_mean, values=T["entropy"], batch=batch(), first=-1, last=1)
     for aggregate, boundary in (("max", "carry"), ("sum", "zero")):
         span = hpo.entropy.Window(-1, 1, aggregate, boundary)
-        yield _call(hpo.entropy.window_aggregate, values=_T["entropy"], batch=batch(), window=span)
-    scopes = {"values": _T["entropy"], "batch": batch()}
+        yield _call(hpo.entropy.window_aggregate, values=T["entropy"], batch=batch(), window=span)
+    scopes = {"values": T["entropy"], "batch": batch()}
     for level in ("row", "group", "call"):
         yield _call(hpo.entropy.quantiles, **scopes, quantile="0.5", scope=level)
         yield _call(hpo.entropy.top_k, **scopes, k=2, scope=level)
     yield _call(hpo.entropy.top_k, **scopes, k=integers(1, 2), scope=integers(1, 0, 1), scopes=2, uid=integers(7, 5, 6))
     yield _call(hpo.entropy.quantiles, **scopes, quantile="0.5", scope=integers(1, 0, 1), expand=True)
     yield _call(hpo.entropy.segment_aggregate, **scopes, level="group", aggregate="sum")
-    padded = {"entropy": _T["entropy"][:8].reshape(2, 4), "batch": bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)}
+    padded = {"entropy": T["entropy"][:8].reshape(2, 4), "batch": bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)}
     yield _method(EntropyWindow, "fit", self=window, **padded)
     yield _method(EntropyWindow, "score", self=window, **padded)
 
 
 def _presets() -> Iterator[Call]:
     presets, packed = hpo.entropy, batch()
-    table = presets.fit_scopes(_T["entropy"])
-    pivot = presets.fit_pivot(_T["entropy"], packed)
+    table = presets.fit_scopes(T["entropy"])
+    pivot = presets.fit_pivot(T["entropy"], packed)
     given: dict[str, Any] = {
-        "entropy": _T["entropy"], "logp": _T["logp"], "old_logp": _T["old_logp"], "advantages": _S["advantages"],
-        "old_entropy": _T["weight"],
-        "batch": packed, "change": _T["logp"], "state": table, "mask": _T["bools"], "length": 2,
-        "window": presets.Window(0, 1), "confidence": _T["weight"], "is_correct": _S["bools"], "logits": _T["logp"],
-        "weights": _S["weights"], "history": floats(0.5, 0.25), "low": _S["weights"], "high": _S["weights"] * 4,
-        "rows_mask": _S["bools"], "uid": integers(2, 0, 1), "threshold": floats(0.5)[0], "counts": floats(3, 1, 2),
+        "entropy": T["entropy"], "logp": T["logp"], "old_logp": T["old_logp"], "advantages": S["advantages"],
+        "old_entropy": T["weight"],
+        "batch": packed, "change": T["logp"], "state": table, "mask": T["bools"], "length": 2,
+        "window": presets.Window(0, 1), "confidence": T["weight"], "is_correct": S["bools"], "logits": T["logp"],
+        "weights": S["weights"], "history": floats(0.5, 0.25), "low": S["weights"], "high": S["weights"] * 4,
+        "rows_mask": S["bools"], "uid": integers(2, 0, 1), "threshold": floats(0.5)[0], "counts": floats(3, 1, 2),
         "difficulty": integers(0, 2, 1), "target": floats(1, 2, 4), "scale": floats(0.5, 0.25, 1), "relief": 0.5,
         "beta": floats(0.5, 0.25, 1), "anchor": floats(0.25)[0], "coefficient": floats(0.25)[0], "least": 0.25,
         "integral": floats(0.25)[0], "kappa": floats(0.5, 1), "divergence": floats(0.25, 0.5), "budget": 0.5,
@@ -397,14 +328,10 @@ def _presets() -> Iterator[Call]:
     scalar = {"entropy": floats(0.5)[0], "target": 0.5}
     special: dict[str, dict[str, Any]] = {
         "hapo": {"state": pivot},
-        "hapo_redistribution": {"state": pivot, "bounds": (_T["weight"] / 4, _T["weight"] + 1)},
+        "hapo_redistribution": {"state": pivot, "bounds": (T["weight"] / 4, T["weight"] + 1)},
         "hapo_temperature": {"state": pivot},
-        "hapo_advantages": {
-            "rewards": _S["advantages"],
-            "group_ids": integers(0, 0, 1),
-            "lengths": _S["advantages"] + 1,
-        },
-        "ucas": {"confidence": _S["advantages"]},
+        "hapo_advantages": {"rewards": S["advantages"], "group_ids": integers(0, 0, 1), "lengths": S["advantages"] + 1},
+        "ucas": {"confidence": S["advantages"]},
         "ares_threshold": {"state": floats(0.5)[0]},
         "ares_targets": {"state": targets},
         "ares_entropy_reward": {"state": targets},
@@ -418,12 +345,12 @@ def _presets() -> Iterator[Call]:
         "trl_coefficient": scalar,
         "entropic": scalar,
     }
-    rows = {"advantages": _S["advantages"], "group_ids": integers(0, 0, 1), "cluster_ids": integers(0, 1, 0)}
+    rows = {"advantages": S["advantages"], "group_ids": integers(0, 0, 1), "cluster_ids": integers(0, 1, 0)}
     special |= {
         "openvl_band": {"coefficient": 0.5},
         "less": {"segment_ids": integers(0, 0, 1, -1, 2, 2, 0, 1, -1, 1, 1)},
-        "dcpo_regulariser": {"target_logp": _T["logp"]},
-        "rlsp_rewards": {"exploration": _S["weights"], "share": 0.5},
+        "dcpo_regulariser": {"target_logp": T["logp"]},
+        "rlsp_rewards": {"exploration": S["weights"], "share": 0.5},
         "semantic_entropy": rows,
         "seed_grpo": rows,
         "target_temperature": {**scalar, "low": 0.5, "high": 1.5},
@@ -441,17 +368,15 @@ def _presets() -> Iterator[Call]:
                 if each.name in known and (each.default is each.empty or str(each.annotation) not in ("float", "int"))
             ]
             yield _call(function, "history" if name == "epo" else "", **{each: known[each] for each in names})
-    yield _call(presets.two_knot, "x", x=_T["entropy"])
-    yield _call(
-        presets.fit_scopes, values=_T["entropy"], ids=integers(0, 0, 1, 1, 2, 0, 2, 1, 0, 2, 1), mask=_T["bools"]
-    )
+    yield _call(presets.two_knot, "x", x=T["entropy"])
+    yield _call(presets.fit_scopes, values=T["entropy"], ids=integers(0, 0, 1, 1, 2, 0, 2, 1, 0, 2, 1), mask=T["bools"])
     yield _method(ScopeStatistics, "at", "ids", self=table, ids=integers(0, 1))
 
 
 def _aggregations() -> Iterator[Call]:
     modes = hpo.aggregation
     for function in (modes.prompt_mean, modes.seq_mean_token_mean, modes.seq_mean_token_sum, modes.token_mean):
-        yield _call(function, batch=batch(), selected=_T["bools"])
+        yield _call(function, batch=batch(), selected=T["bools"])
         yield _call(function, batch=batch(), total=integers(16)[0])
     for function in (modes.fixed_length, modes.vl_norm):
         yield _call(function, batch=batch(), length=8.0, total=integers(16)[0])
@@ -484,88 +409,80 @@ def _batches() -> Iterator[Call]:
 
 
 def _selection() -> Selection:
-    bounds = (_T["weight"] / 4, _T["weight"] + 1)
-    return Selection(_T["bools"], _T["weight"], bounds, _T["weight"] / 2, _T["entropy"], _T["entropy"] / 2)
+    bounds = (T["weight"] / 4, T["weight"] + 1)
+    return Selection(T["bools"], T["weight"], bounds, T["weight"] / 2, T["entropy"], T["entropy"] / 2)
 
 
 def _losses() -> Iterator[Call]:
     pairs = gates.reconstructed.p3o()
     levels = batch(trajectory_ids=integers(0, 0, 1))
-    base = {"logp": _T["logp"], "old_logp": _T["old_logp"], "batch": levels}
-    window, scope = hpo.entropy.ares(2, "0.5"), {"entropy": _T["entropy"]}
+    base = {"logp": T["logp"], "old_logp": T["old_logp"], "batch": levels}
+    window, scope = hpo.entropy.ares(2, "0.5"), {"entropy": T["entropy"]}
     optional: list[dict[str, Any]] = [
-        {"weights": _S["weights"], "ref_logp": _T["old_logp"] - 0.25, "kl": hpo.kl.k3(0.125), **scope},
-        {"token_mask": _T["bools"], "token_weight": _T["weight"]},
-        {"gate_inputs": gates.GateInputs(bounds=(_T["weight"] / 4, _T["weight"] + 1))},
+        {"weights": S["weights"], "ref_logp": T["old_logp"] - 0.25, "kl": hpo.kl.k3(0.125), **scope},
+        {"token_mask": T["bools"], "token_weight": T["weight"]},
+        {"gate_inputs": gates.GateInputs(bounds=(T["weight"] / 4, T["weight"] + 1))},
         {"window": window, "threshold": floats(0.75), **scope},
-        {"window": window, "threshold": window.fit(_T["entropy"], levels), **scope},
-        {"selection": _selection(), "kl": hpo.kl.k3(0.125), "ref_logp": _T["old_logp"] - 0.25},
-        {"gate": gates.tis(), "rollout_logp": _T["old_logp"] + 0.125},
-        {"gate": gates.kl_cov(), "gate_inputs": gates.GateInputs(penalty_mask=_T["bools"])},
-        {"gate": gates.m2po(), "gate_inputs": gates.GateInputs(token_mask=_T["bools"])},
-        {"gate": gates.fipo(), "gate_inputs": gates.GateInputs(token_weight=_T["weight"])},
+        {"window": window, "threshold": window.fit(T["entropy"], levels), **scope},
+        {"selection": _selection(), "kl": hpo.kl.k3(0.125), "ref_logp": T["old_logp"] - 0.25},
+        {"gate": gates.tis(), "rollout_logp": T["old_logp"] + 0.125},
+        {"gate": gates.kl_cov(), "gate_inputs": gates.GateInputs(penalty_mask=T["bools"])},
+        {"gate": gates.m2po(), "gate_inputs": gates.GateInputs(token_mask=T["bools"])},
+        {"gate": gates.fipo(), "gate_inputs": gates.GateInputs(token_weight=T["weight"])},
         {"gate": gates.bpo(), "gate_inputs": gates.GateInputs(target=floats(1.25, 0.75, 1.5))},
         {"gate": gates.gspo(), "report": ("levels",)},
     ]
     from_elsewhere = {"gate": pairs, "gate_inputs": gates.GateInputs(aggregates={"group": floats(0.25, -0.5)})}
     for function in (hpo.policy_loss, hpo.policy_loss_and_grad):
-        yield _call(function, **base, advantages=_S["advantages"])
+        yield _call(function, **base, advantages=S["advantages"])
         yield _call(function, **base, advantages=floats(1, -1, 0.5, 2, 0.25), advantage_level="step")
-        yield _call(function, **base, advantages=_T["weight"], advantage_level="token")
+        yield _call(function, **base, advantages=T["weight"], advantage_level="token")
         yield _call(function, "advantages", **base, advantages=floats(1, -1), advantage_level="group")
         for more in optional:
-            yield _call(function, **base, advantages=_S["advantages"], **more)
-        yield _call(function, "gate_inputs", **base, advantages=_S["advantages"], **from_elsewhere)
+            yield _call(function, **base, advantages=S["advantages"], **more)
+        yield _call(function, "gate_inputs", **base, advantages=S["advantages"], **from_elsewhere)
     yield _call(hpo.hierarchical_policy_loss, **base, rewards=floats(1, 0, 0.5))
-    yield _call(hpo.hierarchical_policy_loss, **base, rewards=floats(1, 0, 0.5), window=window, entropy=_T["entropy"])
+    yield _call(hpo.hierarchical_policy_loss, **base, rewards=floats(1, 0, 0.5), window=window, entropy=T["entropy"])
     padded = bools(1, 1, 1, 0, 1, 1, 0, 0).reshape(2, 4)
     yield _call(
-        hpo.policy_loss, logp=_T["logp"][:8].reshape(2, 4), old_logp=_T["old_logp"][:8].reshape(2, 4), batch=padded,
+        hpo.policy_loss, logp=T["logp"][:8].reshape(2, 4), old_logp=T["old_logp"][:8].reshape(2, 4), batch=padded,
         advantages=floats(1, -1),
     )  # fmt: skip
-    of_critic = {"values": _T["weight"] / 2, "returns": _T["weight"], "batch": batch()}
-    yield _call(hpo.value_loss, **of_critic, weights=_S["weights"])
-    yield _call(hpo.value_loss, **of_critic, old_values=_T["weight"] / 4, clip=0.25)
-
-
-_LOGITS = (integers(*range(40)) * 7 % 11).float().reshape(5, 8) / 4
-_TARGETS = integers(3, 0, 7, -100, 2)
-_WEIGHT = (integers(*range(64)) * 5 % 13).float().reshape(8, 8) / 8
-_TEMPERATURES = floats(1, 0.5, 2, 1, 0.25)
+    of_critic = {"values": T["weight"] / 2, "returns": T["weight"], "batch": batch()}
+    yield _call(hpo.value_loss, **of_critic, weights=S["weights"])
+    yield _call(hpo.value_loss, **of_critic, old_values=T["weight"] / 4, clip=0.25)
 
 
 def _logprobs() -> Iterator[Call]:
-    given = {"logits": _LOGITS, "targets": _TARGETS}
+    given = {"logits": LOGITS, "targets": TARGETS}
     yield _call(hpo.token_logprobs, **given)
     # A number for all targets is a temperature, too.
-    yield _call(hpo.token_logprobs, "temperature", **given, temperature=_TEMPERATURES)
-    head = {"hidden": _LOGITS, "weight": _WEIGHT, "targets": _TARGETS, "bias": _WEIGHT[:, 0], "backend": "cpu"}
+    yield _call(hpo.token_logprobs, "temperature", **given, temperature=TEMPERATURES)
+    head = {"hidden": LOGITS, "weight": WEIGHT, "targets": TARGETS, "bias": WEIGHT[:, 0], "backend": "cpu"}
     yield _call(hpo.linear_token_logprobs, **head)
     batch = PackedBatch(integers(0, 3, 5), bools(0, 1, 1, 0, 1))
-    yield _call(hpo.linear_token_logprobs, "temperature", **head, temperature=_TEMPERATURES, batch=batch)
+    yield _call(hpo.linear_token_logprobs, "temperature", **head, temperature=TEMPERATURES, batch=batch)
     part = {**given, "first": 8, "vocabulary": 16}
-    state = hpo.logprob_states.LogprobState(_TEMPERATURES, _LOGITS[:, 0] + 1, _LOGITS[:, 1], _TEMPERATURES - 1)
+    state = hpo.logprob_states.LogprobState(TEMPERATURES, LOGITS[:, 0] + 1, LOGITS[:, 1], TEMPERATURES - 1)
     yield _call(hpo.logprob_states.part, **part)
     yield _call(hpo.logprob_states.merge, states=[state, state])
     # A state without a distance has no entropy.
-    yield _call(hpo.logprob_states.finish, "state", state=state, targets=_TARGETS)
-    gradients = {"logp_gradient": _TEMPERATURES, "entropy_gradient": _TEMPERATURES}
+    yield _call(hpo.logprob_states.finish, "state", state=state, targets=TARGETS)
+    gradients = {"logp_gradient": TEMPERATURES, "entropy_gradient": TEMPERATURES}
     yield _call(hpo.logprob_states.part_gradient, **part, state=state, **gradients)
     packed = PackedBatch(integers(0, 3, 5), bools(0, 1, 1, 0, 1))
-    loss = {**given, "old_logp": _TEMPERATURES - 2, "advantages": floats(1, -1), "batch": packed}
+    loss = {**given, "old_logp": TEMPERATURES - 2, "advantages": floats(1, -1), "batch": packed}
     yield _call(hpo.policy_loss_from_logits, **loss)
-    yield _call(
-        hpo.policy_loss_from_logits, "temperature", **loss, temperature=_TEMPERATURES, token_weight=_TEMPERATURES
-    )
+    yield _call(hpo.policy_loss_from_logits, "temperature", **loss, temperature=TEMPERATURES, token_weight=TEMPERATURES)
     ids = integers(3, 0, 7, 1, -1, 5, 2, 2, 6, 4, 7, 0, 1, 2, 3).reshape(5, 3)
     for function in (hpo.token_logprobs, hpo.token_statistics):
         yield _call(function, **given, batch=packed, support_floor=floats(0.25, -1, 0.5, 1, 0))
-        yield _call(function, "temperature entropy_temperature", **given, temperature=_TEMPERATURES,
-                    entropy_temperature=_TEMPERATURES * 2, support_ids=ids)  # fmt: skip
+        yield _call(function, "temperature entropy_temperature", **given, temperature=TEMPERATURES,
+                    entropy_temperature=TEMPERATURES * 2, support_ids=ids)  # fmt: skip
     each = {"top_k": integers(3, 0, 8, 2, 5), "top_p": floats(0.5, 1, 0.75, 0.25, 0.875)}
-    each |= {"temperature": _TEMPERATURES, "min_p": floats(0, 0.125, 0.5, 0.25, 0.0625)}
-    yield _call(hpo.support_floor, "logits", logits=_LOGITS, top_k=3, top_p=0.75)
-    yield _call(hpo.support_floor, " ".join(each), logits=_LOGITS, **each)
+    each |= {"temperature": TEMPERATURES, "min_p": floats(0, 0.125, 0.5, 0.25, 0.0625)}
+    yield _call(hpo.support_floor, "logits", logits=LOGITS, top_k=3, top_p=0.75)
+    yield _call(hpo.support_floor, " ".join(each), logits=LOGITS, **each)
 
 
 def _metrics() -> Iterator[Call]:
@@ -575,157 +492,8 @@ def _metrics() -> Iterator[Call]:
 
 
 def _operators() -> Iterator[Call]:
-    operators = torch.ops.hpo_core
-    packed = batch(trajectory_ids=integers(0, 0, 1))
-    groups = GroupNormalisation((GroupTerm(), GroupTerm(coefficient=0.5)), Share.SUM)
-    rewards, ids = _UNITS["rewards"], _UNITS["group_ids"]
-    tokens = {"mask": packed.mask, "cu_seqlens": packed.cu_seqlens}
-    inputs = _loss_inputs(packed, gates.ppo_clip())
-    fiber = _loss_inputs(packed, gates.fiberpo())
-    sequence = _loss_inputs(packed, gates.gspo())
-    quantile = {"numerator": 1, "denominator": 2, "rule": 0, "backend": ""}
-    of_scopes = {"segments": packed.cu_seqlens, "scope_of_segment": integers(1, 0, 1)}
-    logprobs = {
-        "logits": _LOGITS, "targets": _TARGETS, "temperatures": _TEMPERATURES, "temperature": 1.0,
-        "ignore_index": -100, "floors": _TEMPERATURES - 1, "first": 0, "vocabulary": 8, "backend": "",
-    }  # fmt: skip
-    head = {
-        "hidden": _LOGITS, "weight": _WEIGHT, "bias": _WEIGHT[:, 0], "targets": _TARGETS, "temperatures": _TEMPERATURES,
-        "temperature": 1.0, "ignore_index": -100, "softcap": 4.0, "first": 0, "vocabulary": 8, "chunk": 2, "columns": 5,
-        "backend": "cpu",
-    }  # fmt: skip
-    settings = {
-        "temperatures": None, "temperature": 0.5, "top_ks": integers(1, 2, 3, 4, 0), "top_k": 0,
-        "top_ps": floats(0.5, 1, 0.25, 1, 0.75).double(), "top_p": 1.0, "min_ps": None, "min_p": 0.125,
-    }  # fmt: skip
-    statistics = torch.cat((_LOGITS.amax(1)[None], _LOGITS[:, :2].t() + 1))
-    given: list[tuple[str, dict[str, Any], str]] = [
-        ("row_counts", {**tokens, "total_tokens": 11, "backend": ""}, "cu_seqlens"),
-        ("row_spans", {**tokens, "total_tokens": 11, "backend": ""}, "cu_seqlens"),
-        (
-            "group_statistics",
-            {"values": rewards, "ids": ids, "weights": _UNITS["lengths"], "mask": _UNITS["mask"], "backend": ""},
-            "",
-        ),
-        (
-            "recurrence",
-            {
-                "values": rewards.double(),
-                "gains": _UNITS["values"].double(),
-                "cu_seqlens": integers(0, 3, 8),
-                "backend": "",
-            },
-            "cu_seqlens",
-        ),
-        (
-            "window_score",
-            {
-                "values": _T["entropy"],
-                **tokens,
-                "first": 0,
-                "last": 1,
-                "boundary": 3,
-                "invalid": 0,
-                "backend": "",
-                "aggregate": 2,
-            },
-            "cu_seqlens",
-        ),
-        ("order_statistic", {"values": _T["entropy"], **tokens, **quantile}, "cu_seqlens"),
-        ("order_statistic", {"values": _T["entropy"], "mask": None, "cu_seqlens": None, **quantile}, "values"),
-        (
-            "select",
-            {"values": _T["entropy"], "threshold": floats(0.75), "strict": False, "backend": "", **tokens},
-            "cu_seqlens",
-        ),
-        ("select_top", {"values": _T["entropy"], **tokens, **quantile, "strict": True}, "cu_seqlens"),
-        (
-            "order_statistics",
-            {"values": _T["entropy"], **of_scopes, "scopes": 2, **quantile, "rule": 3, "mask": tokens["mask"]},
-            "",
-        ),
-        (
-            "select_exact",
-            {
-                "values": _T["entropy"],
-                **of_scopes,
-                "k": integers(2, 1),
-                "uid_of_segment": integers(5, 3, 4),
-                "mask": tokens["mask"],
-                "backend": "",
-            },
-            "k",
-        ),
-        (
-            "group_normalise",
-            {
-                "values": [rewards, _UNITS["values"]],
-                "ids": [ids, None],
-                "weights": [_UNITS["lengths"], None],
-                "mask": _UNITS["mask"],
-                "apply_mask": _UNITS["mask"],
-                **dict(zip(("structure", "numbers"), _numbers_of_groups(groups), strict=True)),
-                "backend": "",
-            },
-            "",
-        ),
-        *(
-            ("policy_loss", {**each, "backend": "", "want_grad": True, "want_tokens": True}, "cu_seqlens logp")
-            for each in (inputs, fiber, sequence)
-        ),
-        ("correction", {**_correction_inputs(packed), "backend": ""}, "cu_seqlens logp"),
-        ("support_floor", {"logits": _LOGITS, **settings}, ""),
-        ("token_logprobs", {**logprobs, "kept": 3}, ""),
-        ("linear_token_logprobs", {**head, "kept": 3}, ""),
-        (
-            "linear_token_logprobs_backward",
-            {
-                **head,
-                "statistics": statistics,
-                "logp_gradient": floats(1, 2, 3, 4, 5),
-                "entropy_gradient": floats(1, 0, 2, 1, -1),
-                "wanted": [True, True, True],
-            },
-            "",
-        ),
-        (
-            "token_logprobs_backward",
-            {
-                **logprobs,
-                "statistics": statistics,
-                "logp_gradient": floats(1, 2, 3, 4, 5),
-                "entropy_gradient": floats(1, 0, 2, 1, -1),
-            },
-            "statistics",  # two to four of each row
-        ),
-    ]
-    for name, arguments, free in given:
-        yield Call(f"torch.ops.hpo_core.{name}", getattr(operators, name), arguments, frozenset(free.split()))
-
-
-def _loss_inputs(packed: PackedBatch, gate: gates.RatioGate) -> dict[str, Any]:
-    spec = gate.spec(hpo.kl.k3(0.125), False)
-    leaves = packed.hierarchy(tuple(level.unit for level in spec.levels)) if spec.is_hierarchical else (None,) * 4
-    inputs = PolicyLossInputs(
-        _T["logp"], _T["old_logp"], _S["advantages"], _S["weights"], packed.cu_seqlens, packed.mask,
-        _T["old_logp"] - 0.25, _T["entropy"], _T["entropy"], floats(0.5), _T["bools"], _T["weight"], _T["weight"] / 4,
-        _T["weight"] + 1, False, *leaves, kl_weight=_T["weight"] / 2,
-    )  # fmt: skip
-    if not gate.takes_bounds:
-        inputs = inputs._replace(low=None, high=None)
-    return {**inputs._asdict(), **dict(zip(("structure", "numbers"), _numbers_of(spec), strict=True))}
-
-
-def _correction_inputs(packed: PackedBatch) -> dict[str, Any]:
-    spec = gates.mis().corrections[0].spec()
-    leaves = packed.hierarchy((gates.Unit.TRAJECTORY,))
-    inputs = PolicyLossInputs(
-        _T["logp"], _T["old_logp"], _S["advantages"], _S["weights"], packed.cu_seqlens, packed.mask,
-        token_weight=_T["weight"], leaf_begin=leaves.begin, leaf_end=leaves.end, leaf_row=leaves.row,
-        ancestors=leaves.ancestors,
-    )  # fmt: skip
-    kinds = ("statistic", "reduction", "action", "of_segments", "strict")
-    return {**inputs._asdict(), **{kind: getattr(spec, kind) for kind in kinds}, "bounds": [*spec.low, *spec.high]}
+    for name, arguments, free in operator_calls():
+        yield Call(f"torch.ops.hpo_core.{name}", getattr(torch.ops.hpo_core, name), arguments, frozenset(free.split()))
 
 
 def tensors_of(given: Any) -> list[torch.Tensor]:

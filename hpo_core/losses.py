@@ -12,12 +12,11 @@ from . import ops
 from .advantages import grpo
 from .advantages.terms import accepted_keywords, check_keywords, gathers_units, is_published, level_of, name_of
 from .backends import is_reference, resolve
-from .batch import PackedBatch, as_batch
+from .batch import PackedBatch, as_batch, of_row
 from .checks import check, check_shape, require_type
 from .distributed import check_is_step
 from .entropy import EntropyWindow, Selection, WindowState
 from .gates import GateInputs, RatioGate
-from .gates.inputs import of_row
 from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed

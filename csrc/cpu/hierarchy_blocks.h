@@ -242,8 +242,8 @@ struct Sweeps {
     const double above = clipped.of_above(counts), below = clipped.of_below(counts);
     partial.sums[kLossSum][0] += above + below;
     if (!plan.carries) return;
-    // Multiples of one number, so that their sum has no order. The factors of
-    // flow.by_sign are differences of slopes, and levels that are open have one.
+    // Multiples of one number, so that their sum has no order. The factors of flow.by_sign are differences of slopes, and
+    // levels that are open have one slope.
     flow.past_token[0] = split ? above : above + below;
     flow.past_token[1] = split ? below : 0.0;
   }

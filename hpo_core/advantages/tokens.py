@@ -11,9 +11,9 @@ import math
 
 import torch
 
-from ..batch import PackedBatch
+from ..batch import PackedBatch, of_row
 from ..checks import check, check_precise, check_rows, check_tokens
-from ..gates.inputs import of_row, place_in_row, valid_tokens
+from ..gates.inputs import place_in_row, valid_tokens
 from ..segments import Chains, chains, dense_ids, recurrence, scan, statistics
 from ..specs import Provenance
 from .flat import whiten

@@ -1,7 +1,7 @@
 """How tokens form rows, and rows form the levels above them."""
 
 from .cuts import MicroBatch
-from .hierarchy import Hierarchy, LeafTables, alone_without, first_ranges, renumber, row_at, row_counts
+from .hierarchy import Hierarchy, LeafTables, alone_without, first_ranges, of_row, renumber, row_at, row_counts
 from .packed import PackedBatch, as_batch
 from .padded import takes_padded
 
@@ -13,6 +13,7 @@ __all__ = [
     "alone_without",
     "as_batch",
     "first_ranges",
+    "of_row",
     "renumber",
     "row_at",
     "row_counts",

@@ -117,3 +117,9 @@ def row_counts(batch: PackedBatch, chosen: torch.Tensor | None = None) -> torch.
     if chosen is not None:
         mask = (chosen if mask is None else chosen & mask).contiguous()
     return ops.row_counts(mask, batch.cu_seqlens, batch.total_tokens, None)
+
+
+def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Tensor:
+    """Values of rows ``[S]`` at tokens ``[T]`` or steps ``[N]`` of these rows, ``nowhere`` at those of the row -1."""
+    # The row -1 is the last place: a batch may have no rows at all.
+    return torch.cat((values, values.new_full((1,), nowhere)))[row]

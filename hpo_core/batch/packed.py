@@ -12,7 +12,7 @@ from ..arguments import examines
 from ..checks import check, check_device, check_real, check_shape, examined, require_type
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
-from .hierarchy import Hierarchy, LeafTables, first_ranges, hierarchy_of, row_at, row_counts, trajectories_of
+from .hierarchy import Hierarchy, LeafTables, first_ranges, hierarchy_of, of_row, row_at, row_counts, trajectories_of
 from .levels import at_level
 from .structure import check_structure, check_zeros_and_ones, checked_tensors
 
@@ -359,10 +359,7 @@ class PackedBatch:
         rows = torch.arange(self.rows, device=row.device)
         groups = torch.zeros_like(rows) if self.group_ids is None else self.group_ids
         trajectories = rows if self.trajectory_ids is None else self.trajectory_ids & (2**63 - 1)
-        none = row.new_full((1,), -1)  # the row -1 is the last place: a batch may have no rows at all
-        return {
-            name: torch.cat((ids, none))[row] for name, ids in (("group_ids", groups), ("trajectory_ids", trajectories))
-        }
+        return {"group_ids": of_row(groups, row, -1), "trajectory_ids": of_row(trajectories, row, -1)}
 
     def step_ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The first token of every step, and the token after its last, each ``[N]``."""

@@ -9,9 +9,8 @@ import torch
 
 from ..advantages.returns import once
 from ..advantages.terms import among, as_advantages, known
-from ..batch import PackedBatch, row_counts
+from ..batch import PackedBatch, of_row, row_counts
 from ..checks import check_rows, check_tokens
-from ..gates.inputs import of_row
 from ..segments import chains, dense_ids, statistics
 from ..specs import Provenance
 from .masks import opened

@@ -7,9 +7,8 @@ import math
 
 import torch
 
-from ..batch import PackedBatch
+from ..batch import PackedBatch, of_row
 from ..checks import check, check_rows, check_tokens
-from ..gates.inputs import of_row
 from ..gates.token_level import check_epsilons
 from ..specs import Provenance
 from .aggregates import Window, window_aggregate

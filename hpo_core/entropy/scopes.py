@@ -15,9 +15,8 @@ import torch.distributed
 
 from .. import ops
 from ..arguments import check_choice, examines
-from ..batch import PackedBatch, alone_without, as_batch, renumber, row_at
+from ..batch import PackedBatch, alone_without, as_batch, of_row, renumber, row_at
 from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, examined, require_type
-from ..gates.inputs import of_row
 from ..specs import OrderRule
 from .aggregates import flat_values
 from .ranks import common_numbers, quantiles_over_ranks, top_k_over_ranks

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 
 from ..arguments import check_flag
-from ..batch import PackedBatch
+from ..batch import PackedBatch, of_row
 from ..checks import check, require_type
 from ..gates import GateInputs
-from ..gates.inputs import of_row
 from ..kl import KLPenalty
 
 

@@ -14,9 +14,8 @@ import torch
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, known
 from ..arguments import check_compat
-from ..batch import PackedBatch, first_ranges, row_counts
+from ..batch import PackedBatch, first_ranges, of_row, row_counts
 from ..checks import check, check_rows, check_units
-from ..gates.inputs import of_row
 from ..segments import chains, statistics
 from ..specs import Provenance
 from .signals import Signal, preset, read

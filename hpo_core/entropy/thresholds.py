@@ -12,9 +12,8 @@ import torch
 import torch.distributed
 
 from ..arguments import check_compat, check_pair, examines
-from ..batch import PackedBatch, row_counts
+from ..batch import PackedBatch, of_row, row_counts
 from ..checks import check, check_rows
-from ..gates.inputs import of_row
 from ..segments import statistics
 from ..specs import OrderRule, Provenance
 from .scopes import LARGEST_DENOMINATOR, exact_fraction, quantiles, segment_aggregate, top_k

@@ -6,9 +6,9 @@ import torch
 
 from ..advantages.terms import as_advantages, known
 from ..arguments import constant
-from ..batch import PackedBatch, row_counts
+from ..batch import PackedBatch, of_row, row_counts
 from ..checks import check_rows
-from ..gates.inputs import of_row, place_in_row
+from ..gates.inputs import place_in_row
 from ..segments import dense_ids, statistics
 from ..specs import Provenance
 from .signals import preset, read

@@ -15,7 +15,7 @@ import torch
 
 from .. import ops
 from ..arguments import check_compat, examines
-from ..batch import PackedBatch, alone_without, renumber, takes_padded
+from ..batch import PackedBatch, alone_without, of_row, renumber, takes_padded
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
 from ..distributed import sum_in_order
 from ..specs import GroupStatistics, OrderRule
@@ -373,12 +373,6 @@ def check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tenso
 def valid_tokens(batch: PackedBatch) -> torch.Tensor:
     inside = batch.once(PackedBatch.row_of_token) >= 0
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
-
-
-def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Tensor:
-    """Values of rows ``[S]`` at the tokens of these rows ``[T]``, ``nowhere`` at those of none."""
-    # The row -1 is the last place: a batch may have no rows at all.
-    return torch.cat((values, values.new_full((1,), nowhere)))[row]
 
 
 def place_in_row(tokens: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

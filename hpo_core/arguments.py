@@ -79,12 +79,18 @@ def _constant_parts(value: Any, keeps_doubles: bool) -> Any:
 _EXAMINERS: dict[Any, tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]] = {}
 
 
+def parameter_names(function: Any) -> tuple[str, ...]:
+    """The names of the parameters of a function, or of the one that its decorators hide, without those that take any
+    number. ``inspect.signature``, which builds an object for each, would be a twentieth of an import."""
+    code = inspect.unwrap(function).__code__
+    return tuple(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+
 def _examiners_of(function: Any) -> tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]:
     inner = inspect.unwrap(function)
-    code, annotations = inner.__code__, inner.__annotations__
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    annotations, names = inner.__annotations__, parameter_names(inner)
     found = {name: _examiner_of(name, str(annotations.get(name, "")), inner) for name in names}
-    positional = code.co_varnames[: code.co_argcount]
+    positional = names[: inner.__code__.co_argcount]
     _EXAMINERS[function] = positional, {name: examiner for name, examiner in found.items() if examiner is not None}
     return _EXAMINERS[function]
 

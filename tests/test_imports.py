@@ -1,6 +1,7 @@
 """The cost of an import of hpo_core, the modules that it loads, and the order of imports between its modules."""
 
 import ast
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -96,33 +97,42 @@ PEERS = ("triton", "trl", "transformers", "verl", "hypothesis", "matplotlib")
 
 
 def test_import_is_light(tmp_path):
-    """The time is the best of ten, because the machine may be busy, and on a slow one it is a twelfth of what torch
-    takes; no Triton, trainer, hypothesis or matplotlib is loaded, nor hpo_core.plot.
+    """It takes a tenth of a second, the best of ten; no Triton, trainer, hypothesis or matplotlib is loaded, nor
+    hpo_core.plot. A busy machine may be half as fast for minutes: there an import takes 3.8 times what work of the same
+    kind takes beside it, of which a tenth of a second holds as much on the quiet machine of 2 cores.
 
     Modules come from bytecode, which pip writes at installation and the first run writes here.
     """
     program = (
-        "import gc, os, sys, time\n"
-        "start = time.process_time()\n"
+        "import dataclasses, gc, os, sys, time\n"
         "import torch\n"
-        "print(time.process_time() - start, flush=True)\n"
         f"sys.pycache_prefix, sys.dont_write_bytecode = {str(tmp_path)!r}, False\n"
+        "def work():\n"
+        "    for _ in range(30):\n"
+        "        dataclasses.make_dataclass('Made', [f'field_{at}' for at in range(8)], frozen=True)\n"
+        "work()\n"
         "for _ in range(10):\n"
         "    if os.fork() == 0:\n"
         "        gc.disable()\n"  # a collection of torch's objects would come at a random time
-        "        start = time.process_time()\n"
+        "        times = [time.process_time()]\n"
+        "        work()\n"
+        "        times.append(time.process_time())\n"
         "        import hpo_core\n"
-        "        print(time.process_time() - start)\n"
+        "        times.append(time.process_time())\n"
+        "        work()\n"
+        "        times.append(time.process_time())\n"
+        "        print(times[2] - times[1], 2 * (times[2] - times[1]) / (times[3] - times[2] + times[1] - times[0]))\n"
         f"        print(*[name for name in sys.modules if name.split('.')[0] in {PEERS}])\n"
         "        shown = 'hpo_core._', 'hpo_core.plot'\n"
         "        print(*[name for name in sys.modules if name.startswith(shown)], flush=True)\n"
         "        os._exit(0)\n"
         "    os.wait()"
     )
-    of_torch, *found = run(program)
+    found = run(program)
     # The extensions are loaded by the first call that needs one.
-    assert found[1::2] == ["hpo_core._version"] * 10, found
-    assert min(map(float, found[2::2])) < max(0.1, float(of_torch) / 12)
+    assert found[2::3] == ["hpo_core._version"] * 10, found
+    seconds, against_work = min(map(float, found[0::3])), statistics.median(map(float, found[1::3]))
+    assert seconds < 0.1 or against_work < 3.8, (seconds, against_work)
 
 
 # The package that an integration imports first, and the integration.

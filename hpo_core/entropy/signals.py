@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..arguments import constants, examines
+from ..arguments import constants, examines, parameter_names
 from ..batch import PackedBatch, takes_padded
 from ..checks import check_precise, check_tokens
 from ..gates.inputs import per_token, valid_tokens
@@ -75,7 +74,7 @@ def preset(
 
     def mark(function: Preset) -> Preset:
         inner = examines(function if level is None else constants(function))
-        names = tuple(inspect.signature(function).parameters)
+        names = parameter_names(function)
 
         @functools.wraps(function)
         def run(*arguments: Any, **keywords: Any) -> Any:

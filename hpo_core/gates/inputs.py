@@ -6,7 +6,6 @@ here synchronises, and nothing is read at masked positions. With a padded batch,
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from .. import ops
-from ..arguments import check_compat, examines
+from ..arguments import check_compat, examines, parameter_names
 from ..batch import PackedBatch, alone_without, of_row, renumber, takes_padded
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
 from ..distributed import sum_in_order
@@ -27,8 +26,7 @@ Method = TypeVar("Method", bound=Callable[..., GateInputs])
 
 def of_tokens(function: Method) -> Method:
     """The function, which then takes tensors ``[B, L]`` with a padded batch, too, and returns such."""
-    names = tuple(inspect.signature(function).parameters)
-    return takes_padded(examines(function), names, _padded)
+    return takes_padded(examines(function), parameter_names(function), _padded)
 
 
 def _padded(made: GateInputs, shape: tuple[int, int]) -> GateInputs:

@@ -352,7 +352,7 @@ def _presets() -> Iterator[Call]:
         "dcpo_regulariser": {"target_logp": T["logp"]},
         "rlsp_rewards": {"exploration": S["weights"], "share": 0.5},
         "semantic_entropy": rows,
-        "seed_grpo": rows,
+        "seed_grpo": {**rows, "mean_logp": floats(-0.5, -1, -0.25)},
         "target_temperature": {**scalar, "low": 0.5, "high": 1.5},
     }
     functions = [

@@ -116,6 +116,8 @@ CASES = {
     "arena": lambda g: A.arena((g.length / 2).floor(), g.group, **g.rest),
     "pass_at_k": lambda g: A.pass_at_k(g.flag, g.group, 2, **g.rest),
     "grpo_passk": lambda g: A.grpo_passk(g.reward, g.group, **g.rest),
+    "pkpo": lambda g: A.pkpo(g.reward, g.group, 3, **g.rest),
+    "qae": lambda g: A.qae(g.reward, g.group, **g.rest),
     "hila": lambda g: A.hila(g.reward, flags(g, "other"), flags(g, "third"), g.group, **g.rest),
     "tool_star": lambda g: A.tool_star((4 * g.number).floor() / 4, g.flag, flags(g, "other"), g.group, **g.rest),
     "unidoc_rl": lambda g: A.unidoc_rl(

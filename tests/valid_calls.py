@@ -200,6 +200,7 @@ def _estimators() -> Iterator[Call]:
         "rose": {"prefix_ids": prefixes},
         "rose_length_penalty": {"prefix_ids": prefixes, "segments": several, "starts": several},
         "pass_at_k": {"k": 2},
+        "pkpo": {"k": 2},
         "d3s_samples": {"k": 2},
         "craft_gui": {"judge_weight": 0.25},
         "datarus": {"progress": 0.25},

@@ -66,7 +66,7 @@ from .flat import (
 from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .priors import bnpo, ngrpo, v05
-from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k
+from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k, pkpo, qae
 from .returns import discounted_returns
 from .selection import d3s_samples, pf_ppo, swarm_samples
 from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample, real
@@ -138,8 +138,10 @@ __all__ = [
     "pass_at_k",
     "peco",
     "pf_ppo",
+    "pkpo",
     "poise",
     "positive_sample",
+    "qae",
     "rae",
     "real",
     "reconstructed",

@@ -154,7 +154,7 @@ def a2fm_apo(
     group_ids: torch.Tensor | None,
     *,
     easy: float = 0.75,
-    alpha: float = 1.0,
+    alpha: float = 2.0,
     eps: float = 1e-6,
     mask: torch.Tensor | None = None,
     backend: str | None = None,
@@ -165,9 +165,8 @@ def a2fm_apo(
     With p the accuracy of the prompt's rollouts in instant mode the reward of a rollout in another mode is
     ``accuracy (1 - p^alpha)`` if ``p >= easy``; all other rewards are the accuracy. Then GRPO, ddof 1.
 
-    Assumed: that factor, ``easy`` and ``alpha``; the paper's account says that the reward is regularised by cost and
-    that the accuracy of rollouts forced into each mode tells how hard a prompt is. A prompt without a rollout in
-    instant mode is hard.
+    Assumed: ``easy``, and that the factor multiplies the accuracy; the factor and its alpha of 2 are those of a summary
+    of the paper, whose reward for form is the caller's. A prompt without a rollout in instant mode is hard.
 
     Args:
         accuracy: ``[S]`` in [0, 1].

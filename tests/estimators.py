@@ -135,7 +135,7 @@ CASES = {
     "step_gae": lambda g: A.step_gae(g.reward, g.number, g.trajectory, gamma=0.9, lam=0.8, backend=g.backend),
     "hiper": hiper,
     "himac": lambda g: R.himac(g.reward, g.group, g.flag, g.other, backend=g.backend),
-    "thor": lambda g: R.thor(g.reward, g.group, g.flag, g.other, step_weight=0.5, backend=g.backend),
+    "thor": lambda g: A.thor(g.reward, g.group, g.flag, g.other, step_weight=0.5, backend=g.backend),
     "hi_agent": lambda g: R.hi_agent(
         g.reward, (8 * g.number).floor() / 8, g.length / 16, g.group, weights=(1.0, 2.0, 1.0), backend=g.backend
     ),

@@ -63,7 +63,7 @@ from .flat import (
     rloo,
     whiten,
 )
-from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified
+from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified, thor
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .priors import bnpo, ngrpo, v05
 from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k, pkpo, qae
@@ -160,6 +160,7 @@ __all__ = [
     "stratified",
     "swarm_samples",
     "t_ppo",
+    "thor",
     "tir_otb",
     "token_gae",
     "tool_star",

@@ -14,7 +14,7 @@ import torch
 
 from .. import ops
 from ..arguments import check_compat, examines, parameter_names
-from ..batch import PackedBatch, alone_without, of_row, renumber, takes_padded
+from ..batch import PackedBatch, alone_without, renumber, rows_of_tokens, spread_rows, takes_padded
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
 from ..distributed import sum_in_order
 from ..specs import GroupStatistics, OrderRule
@@ -369,7 +369,7 @@ def check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tenso
 
 
 def valid_tokens(batch: PackedBatch) -> torch.Tensor:
-    inside = batch.once(PackedBatch.row_of_token) >= 0
+    inside = batch.once(rows_of_tokens) < batch.rows
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 
@@ -377,14 +377,14 @@ def place_in_row(tokens: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """How many of these tokens, ``[T]`` bool, come before each token in its row; no number of use outside all rows."""
     before = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))
     first = before[batch.cu_seqlens[:-1].clamp(0, tokens.numel())]
-    return before[:-1] - of_row(first, batch.once(PackedBatch.row_of_token), 0)
+    return before[:-1] - spread_rows(first, batch, 0)
 
 
 def per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:
     """``[T]`` from those of any level."""
     check_precise("advantages", advantages, "use advantages.float()")
     is_per_token, values = batch.of_level("advantages", advantages, level, (batch.total_tokens,))
-    return values if is_per_token else of_row(values, batch.once(PackedBatch.row_of_token), 0.0)
+    return values if is_per_token else spread_rows(values, batch, 0.0)
 
 
 def _covariance(

@@ -112,12 +112,13 @@ def row_at(batch: PackedBatch, token: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of_tokens(batch: PackedBatch) -> torch.Tensor:
-    """:func:`row_at` of every token ``[T]``. A search for each token would take forty times as long."""
+    """:func:`row_at` of every token ``[T]``, int32, with which a gather takes half the time. A search for each token
+    would take forty times as long."""
     tokens = batch.total_tokens
     # Offsets of a batch that nothing has validated may descend, and repetitions have to add up to T.
     ends = batch.cu_seqlens[1:].clamp(0, tokens).cummax(0).values
     lengths = ends.diff(prepend=ends.new_zeros(1), append=ends.new_full((1,), tokens))
-    return torch.repeat_interleave(lengths, output_size=tokens)
+    return torch.repeat_interleave(lengths, output_size=tokens).to(torch.int32)
 
 
 def row_counts(batch: PackedBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:

@@ -236,7 +236,7 @@ class PackedBatch(Immutable):
 
     def row_of_token(self) -> torch.Tensor:
         """Row of every token ``[T]`` int64, -1 for tokens beyond the last offset."""
-        row = self.once(rows_of_tokens)
+        row = self.once(rows_of_tokens).to(torch.int64)
         return torch.where(row < self.rows, row, -1)
 
     def is_first_token(self) -> torch.Tensor:

@@ -87,7 +87,8 @@ class Observations:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """One raw slot as a 0-dim device tensor."""
-        check(name in self.SLOTS, "metrics: no slot named {!r}; the slots are {}", name, ", ".join(self.SLOTS))
+        known = ", ".join(self.SLOTS)
+        check(name in self.SLOTS, "metrics: no slot named {!r}; compute() has means; the slots are {}", name, known)
         return self.vector[list(self.SLOTS).index(name)]
 
     def __add__(self, other: Self) -> Self:

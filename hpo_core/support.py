@@ -98,6 +98,8 @@ def checked_temperature(
     value: Any, targets: torch.Tensor, ignore_index: int, exact: bool, name: str = "temperature"
 ) -> Any:
     """A temperature for the targets with its type, shape, device and values checked."""
+    is_mask = isinstance(value, torch.Tensor) and value.dtype == torch.bool
+    require_type(not is_mask, "{}: expected a number above 0 or a tensor of them, got a mask; pass batch=mask", name)
     setting = _TEMPERATURE._replace(name=name)
     value = setting.of_rows(value, targets.shape, targets.device, "targets", exact)
     setting.check_values(value, targets == ignore_index)

@@ -74,7 +74,7 @@ def _constant_parts(value: Any, keeps_doubles: bool) -> Any:
     return value
 
 
-# By function: the names of its positional parameters, and the examiner of each parameter. The table is not in a
+# The names of the positional parameters of each function, and the examiner of each parameter. The table is not in a
 # closure, which Dynamo would inspect; the first call of a function fills it, so that an import makes few objects.
 _EXAMINERS: dict[Any, tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]] = {}
 
@@ -203,7 +203,7 @@ def check_numbers(name: str, values: Any) -> None:
 
 
 def is_finite(number: float) -> bool:
-    """As kernels have it, in float32."""
+    """Whether kernels, which have it in float32, hold the number."""
     return abs(number) <= _LARGEST
 
 

@@ -48,7 +48,7 @@ def call(hidden, weight, targets, a, b, temperature=1.0, *, bias=None, backend="
 
 
 def eager(hidden, weight, targets, a, b, temperature=1.0, *, bias=None, entropy=True, softcap=None, logit_scale=1.0):
-    """As one writes it, in the dtype of the arguments."""
+    """The function as one writes it, in the dtype of the arguments."""
     leaves = [each.detach().requires_grad_() for each in (hidden, weight, bias) if each is not None]
     logits = leaves[0] @ leaves[1].t()
     logits = logit_scale * (logits if bias is None else logits + leaves[2])

@@ -60,7 +60,7 @@ def both(logits, *given, factor=1.0, inplace=False, **options):
 
 
 def are_same(one, two):
-    """To the bit: +0 and -0 differ, a NaN equals itself."""
+    """Whether they are the same to the bit: +0 and -0 differ, a NaN equals itself."""
     bits = [[each.contiguous().reshape(-1).view(torch.uint8) for each in tensors] for tensors in (one, two)]
     return all(torch.equal(mine, theirs) for mine, theirs in zip(*bits, strict=True))
 

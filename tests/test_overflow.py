@@ -104,7 +104,7 @@ def test_saturation_keeps_the_slope(native_backends):
         assert (grad == grad[0]).all() and grad[0] != 0, backend
 
 
-# By place: all at once, each in a row of its own, and one by one.
+# Log-ratios by place: all at once, each in a row of its own, and one by one.
 STRAY = [
     {1: math.nan, 7: -math.inf, 14: math.inf, 20: 120.0, 30: -120.0, 35: 1e30},
     *({7: value} for value in (math.nan, -math.inf, math.inf, 100.0, -100.0)),

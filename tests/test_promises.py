@@ -405,7 +405,7 @@ def test_the_public_check_finds_nothing(gate, backend):
     assert report.kept == testing.promises("policy_loss")
 
 
-# Of presets whose rows know of each other only within a trajectory, as generated batches have them, and need no target.
+# Presets without a target whose rows know of each other only within a trajectory, as generated batches have them.
 CHECKED = [
     name
     for name, gate in catalogue.FAMILIES["preset"].items()

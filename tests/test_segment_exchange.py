@@ -98,7 +98,7 @@ def names_of(ranks):
     return GATE_OF if ranks == 2 else ("fiberpo_domain", "mixed", "four levels")
 
 
-# Of the metrics of levels: what ranks share in rows, in parts of them, and not at all.
+# The cases of metrics of levels: what ranks share in rows, in parts of them, and not at all.
 OBSERVED = [
     (2, "rows", "four levels"),
     (2, "cut", "mixed"),

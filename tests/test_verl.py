@@ -31,7 +31,7 @@ PRESETS = {
     "hpo_gspo_token": ("gspo", {"clip_ratio_low": 0.03, "clip_ratio_high": 0.04}),
     "hpo_cispo": ("cispo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.25}),
 }
-# Those whose numbers are the configuration's.
+# The gates whose numbers are the configuration's.
 CONFIGURED = ("ppo_clip", "dapo", "cispo", "gspo", "gspo_token", "sapo", "dro")
 
 

@@ -4,7 +4,7 @@
 
 namespace hpo::bindings {
 
-// terms: of a GroupTerm of hpo_core/specs its fields, in order.
+// terms: the fields of each GroupTerm of hpo_core/specs, in order.
 inline GroupNormaliseArgs make_groups(const py::sequence& terms, int share, double share_eps, double share_least) {
   GroupNormaliseArgs args{};
   args.count = int32_t(terms.size());

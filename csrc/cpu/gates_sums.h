@@ -171,7 +171,7 @@ struct RunSum {
   }
 };
 
-// Of the log-ratios of one tile, 0 where a token is absent.
+// Sums of the log-ratios of one tile, which are 0 where a token is absent.
 struct LogRatioSums {
   TileSum sum, square;
   float smallest[kLanes], largest[kLanes];

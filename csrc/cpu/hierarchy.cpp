@@ -82,7 +82,7 @@ void add_aggregate_grads(const Leaves& leaves, const Workspace& space, int threa
                           [=](int64_t at, double grad) { aggregate_grad[at] += in_steps(grad, largest[at]); });
 }
 
-// From the gradients of aggregates to that of each token of a leaf.
+// Adds the gradients of aggregates to that of each token of a leaf.
 void broadcast_grad(const Leaves& leaves, const Workspace& space, int threads) {
   const Hierarchy& hierarchy = leaves.hierarchy;
   for_each_range(leaves.count(), threads, [&](int64_t begin, int64_t end) {

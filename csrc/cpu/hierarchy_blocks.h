@@ -225,7 +225,8 @@ struct Sweeps {
     return of_sign(0).open ? of_sign(1) : OpenLevels{};
   }
 
-  // Of a fast-path block under open levels, what is clipped, which tokens are not, and what flows into aggregates.
+  // Counts what is clipped in a fast-path block under open levels, lists which tokens are not, and adds what flows into
+  // aggregates.
   void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
     const bool split = plan.hierarchy.split, of_tokens = call.args.advantage_per_token;
     // The loss of a clipped token comes first: it is ready by the time that it is needed.
@@ -248,7 +249,7 @@ struct Sweeps {
     flow.past_token[1] = split ? below : 0.0;
   }
 
-  // Of a fast-path block whose tokens have one term but for their weights, its sums. Returns the gradient of a token's own
+  // Adds the sums of a fast-path block whose tokens have one term but for their weights. Returns the gradient of a token's own
   // path.
   float count_alike(const Block& block, const LeafGate& leaf, Scratch& scratch, Partial& partial, Flow& flow) const {
     const bool negative = call.args.advantages[block.row] < 0.0f;

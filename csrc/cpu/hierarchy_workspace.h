@@ -45,7 +45,7 @@ struct HierarchyWorkspace {
 
   uint8_t& fast_at(int64_t task, const Block& block) const { return block.begins ? fast[block.leaf] : fast_blocks[task]; }
 
-  // Of segment s at level k at [k * leaves + s].
+  // The log-ratios of segment s at level k stand at [k * leaves + s].
   LogRatios* segments() const {
     static_assert(sizeof(LogRatios) == 3 * sizeof(int64_t), "the layout of SegmentTables::sums");
     return reinterpret_cast<LogRatios*>(tables.sums);

@@ -114,7 +114,7 @@ def _by_kind(kind, values):
 
 @triton.jit
 def _aggregate(segments, segment, channel, exists, AGGREGATE: tl.constexpr):
-    """Of each segment, and its size."""
+    """The aggregate of each segment, and its size."""
     at = segments + segment * FIELDS
     size = tl.maximum(tl.load(at + VALID, mask=exists, other=0), 1).to(tl.float64)
     sum = tl.load(at + FIXED + channel, mask=exists, other=0).to(tl.float64) / FIXED_POINT
@@ -192,7 +192,7 @@ def gate_leaves(
 def add_children(
     tables, block, leaves, LEVEL: tl.constexpr, AGGREGATE: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """To the segments of a balanced level a block of finer ones, of the given AGGREGATE, that have tokens. A segment's
+    """Adds a block of finer segments with tokens, of the given AGGREGATE, to those of a balanced level. A segment's
     number is that of its first leaf, which has its parent; this exists, whatever the ancestors are."""
     segment = block * GATED + tl.arange(0, GATED).to(tl.int64)
     exists = segment < leaves

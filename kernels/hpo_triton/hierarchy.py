@@ -43,7 +43,7 @@ def _flow(value, slope, inside):
     return tl.sum(value * (slope - inside).to(tl.float64), axis=1, keep_dims=True)
 
 
-# Of itself the assembler keeps a log mean exp within 128 registers, and spills for it on sm_120.
+# Left alone, the assembler keeps a log mean exp within 128 registers, and spills for it on sm_120.
 UNBOUND_REGISTERS = 168
 
 

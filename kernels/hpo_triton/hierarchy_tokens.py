@@ -134,7 +134,7 @@ def gated_term(t, gated, token_weight, numbers, SHAPE: tl.constexpr):
 
 @triton.jit
 def gated_derivative(t, gated, policy, pre, SHAPE: tl.constexpr):
-    """Of the policy term in the log-probability, past the token's own gate."""
+    """The derivative of the policy term in the log-probability, past the token's own gate."""
     derivative = policy.value
     if SHAPE.known:
         derivative = gated.own

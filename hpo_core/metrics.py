@@ -82,7 +82,7 @@ class Observations:
     vector: torch.Tensor
 
     def __repr__(self) -> str:
-        """Without the numbers, which would be copied to the host and have no names."""
+        """The kind and the device, without the numbers, which would be copied to the host and have no names."""
         return f"{type(self).__name__}(on {self.vector.device}; read it by compute())"
 
     def __getitem__(self, name: str) -> torch.Tensor:

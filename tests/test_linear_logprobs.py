@@ -64,13 +64,6 @@ def eager(hidden, weight, targets, a, b, temperature=1.0, *, bias=None, entropy=
     return [logp.detach(), h.detach() if entropy else logp.detach(), *gradients]
 
 
-def counted_products(monkeypatch):
-    """A list that grows by one at every matrix product."""
-    products, multiply = [], ops._multiply
-    monkeypatch.setattr(ops, "_multiply", lambda *args, **keywords: products.append(multiply(*args, **keywords)))
-    return products
-
-
 VARIANTS = {
     "plain": {},
     "no entropy": {"entropy": False},

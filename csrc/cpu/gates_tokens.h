@@ -6,7 +6,7 @@
 
 namespace hpo::HPO_ISA {
 
-// In ratio space, by sign of the advantage. Where a bound is driven, the token's own takes its place.
+// The bounds in ratio space, by sign of the advantage. Where a bound is driven, the token's own takes its place.
 struct Bounds {
   float low[2], high[2];
   int32_t low_driven[2], high_driven[2];

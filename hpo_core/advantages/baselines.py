@@ -66,7 +66,7 @@ class BetaTracker(NamedTuple):
         least_memory: float = 0.875,
         most_memory: float = 0.96,
     ) -> BetaTracker:
-        """After rewards in [0, 1]: ``alpha <- rho alpha + r``, ``beta <- rho beta + 1 - r``,
+        """The tracker after rewards in [0, 1]: ``alpha <- rho alpha + r``, ``beta <- rho beta + 1 - r``,
         ``rho = clamp(2^(-D / half_life), least_memory, most_memory)``.
 
         Over ranks, every rank passes the units of all ranks, gathered, or their trackers drift apart.

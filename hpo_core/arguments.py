@@ -305,7 +305,11 @@ def _examined_sequence(name: str, value: Any) -> Any:
 def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
     kind_of = function.__globals__[kind]  # looked up at each call: this module cannot import it
     got = value if inspect.isroutine(value) else type(value)
-    fix = "; PackedBatch.from_padded(mask) is one" if kind == "PackedBatch" and isinstance(value, Tensor) else ""
+    fix = ""
+    if kind == "PackedBatch" and hasattr(value, "batch"):  # of a micro-batch
+        fix = "; pass its .batch"
+    elif kind == "PackedBatch" and isinstance(value, Tensor):
+        fix = "; PackedBatch.from_padded(mask) is one"
     require_type(isinstance(value, kind_of), "{}: expected a {}, got {}{}", name, kind, got, fix)
     return _examined_fields(name, value) if isinstance(value, tuple) else value
 

@@ -108,7 +108,7 @@ MANY_TOKENS = ((0, 1, 2500, 130, 1, 0, 1025, 3), tuple(length % 4 for length in 
 
 @pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo(), gates.fiberpo()], ids=lambda gate: gate.name)
 def test_rows_that_begin_where_a_tile_does(gate, native_backends):
-    """As all rows of a padded batch of 512 columns do: tiles of 512 or 1,024 tokens are counted from the first one."""
+    """All rows of a padded batch of 512 columns do: tiles of 512 or 1,024 tokens are counted from the first one."""
     example = testing.random_policy_loss(1, gate, {"weights"}, layout=Layout((512, 1024, 512, 100), 0, "none", seed=1))
     expected = testing.expect_policy_loss(example)
     for backend in native_backends:

@@ -210,7 +210,7 @@ def test_ignored_rows_are_not_read(dtype, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_where_rows_cannot_be_counted_they_are_zeros(dtype, monkeypatch):
-    """As on a GPU: no row is left out of the products, and none that is ignored is read."""
+    """A GPU does the same: no row is left out of the products, and none that is ignored is read."""
     hidden, weight, targets, a, b = head(dtype)
     a[:7], b[:7] = 0.0, 0.0
     expected = call(hidden, weight, targets, a, b, block=BLOCK)

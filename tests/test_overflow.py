@@ -144,7 +144,7 @@ def test_log_probabilities_that_are_not_finite(name, native_backends):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_infinite_and_nan_log_ratios(name, native_backends):
-    """Of the policy and of the reference, within the budget."""
+    """Log-ratios of the policy and of the reference stay within the budget."""
     features, layout = {"weights", "kl", "kl_weight"}, Layout((7, 5), 1, "none", False, 9)
     example = testing.random_policy_loss(0, KINDS[name], features, layout=layout)
     logp, reference = example.logp.clone(), example.keywords["ref_logp"].clone()

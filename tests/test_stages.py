@@ -107,7 +107,7 @@ BY_PARTS = [  # a gate of GATES whose parts the others have is tried at length
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", BY_PARTS)
 def test_in_stages_is_the_whole(name, native_backends):
-    """To the bit, for leaves that stand alone and for long ones; a process without tokens asks the same."""
+    """The bits agree for leaves that stand alone and for long ones; a process without tokens asks the same."""
     gate = STAGED[name]
     for backend in native_backends:
         for rows, several, want_grad in examples_of(name, backend):

@@ -427,7 +427,7 @@ def names_found(variables):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_verl_finds_us(monkeypatch):
-    """As a plugin, and as an external module."""
+    """It finds a plugin, and an external module."""
     for name in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"):
         monkeypatch.delenv(name, raising=False)
     names = [f"hpo_{name}" for name in (*CONFIGURED, *hpo_verl.PRESETS)]

@@ -324,7 +324,7 @@ CORRECTED = {each.name: each for each in (gates.ppo_clip(), gates.gspo(), gates.
 
 @crossed(NATIVE, joined=tuple(JOINED), gate=tuple(CORRECTED))
 def test_corrections_in_the_loss_are_those_of_the_op(backend, joined, gate):
-    """They agree to the bit, with masks, weights and advantages of tokens, undefined statistics and rows of any size."""
+    """They agree to the bit with masks, weights and advantages of tokens, undefined statistics and rows of any size."""
     place, draw = testing.device_of(backend), torch.Generator().manual_seed(1)
     tokens = 1500 if backend in ("triton", "cuda_emulated") else 40_000
     batch = hpo.PackedBatch.from_lengths(rows_of_all_sizes(tokens))

@@ -225,8 +225,7 @@ struct Sweeps {
     return of_sign(0).open ? of_sign(1) : OpenLevels{};
   }
 
-  // Counts what is clipped in a fast-path block under open levels, lists which tokens are not, and adds what flows into
-  // aggregates.
+  // Finds in a fast-path block under open levels what is clipped, which tokens are not, and what flows into aggregates.
   void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
     const bool split = plan.hierarchy.split, of_tokens = call.args.advantage_per_token;
     // The loss of a clipped token comes first: it is ready by the time that it is needed.

@@ -28,7 +28,7 @@ _GROUP: ContextVar[ProcessGroup | None] = ContextVar("hpo_core_ranks", default=N
 
 @contextlib.contextmanager
 def spanned(group: ProcessGroup) -> Iterator[None]:
-    """Until the end of the block, groups span the ranks of this process group. Only eagerly."""
+    """Until the end of the block, groups span the ranks of this process group, in eager calls alone."""
     check(not torch.compiler.is_compiling(), "tables: only eager calls gather; call it outside torch.compile")
     token = _GROUP.set(group)
     try:

@@ -112,7 +112,7 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def native_backends():
-    """For tests with an expensive expectation, which they compute once and compare with all backends."""
+    """All of them, for tests that compute an expensive expectation once and compare every backend with it."""
     return NATIVE
 
 

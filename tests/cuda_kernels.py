@@ -212,8 +212,9 @@ def _inside_loops(code: list[str], labels: dict[str, int], begin: int, end: int)
 
 
 def _shortest_way(code: list[str], labels: dict[str, int], begin: int, end: int) -> Way:
-    """From ``begin`` to ``end``, never back: of the ways with most 128-bit accesses those with the fewest instructions
-    of loops inside, and of these the shortest. No token on it is an exception or masked: a loop is for these."""
+    """The way from ``begin`` to ``end``, never back, with most 128-bit accesses; of several that with the fewest
+    instructions of loops inside, and of these the shortest. No token on it is an exception or masked, for which there
+    is a loop."""
     inner = _inside_loops(code, labels, begin, end)
     best = {begin: (0, 0, 0, -1)}  # by instruction; the last is where it comes from
     for at in range(begin, end):

@@ -153,9 +153,10 @@ Every test run compiles the kernels for sm_90 again and fails on a spill, on mor
 
 ## Launches
 
-Of `policy_loss_and_grad` on a batch whose weights are known, with the inputs that a preset needs; each once unless the
-table says more. Tokens are few where the blocks of a sweep are at most three quarters of those that the device holds at
-once: on an H100 up to 970,000 in rows of 2048, or 640,000 where a multiprocessor holds two blocks.""".splitlines()
+The launches of `policy_loss_and_grad` on a batch whose weights are known, with the inputs that a preset needs; each
+once unless the table says more. Tokens are few where the blocks of a sweep are at most three quarters of those that
+the device holds at once: on an H100 up to 970,000 in rows of 2048, or 640,000 with two blocks on a multiprocessor.\
+""".splitlines()
 CUDA = """
 ## CUDA on sm_90
 
@@ -165,10 +166,10 @@ read-only path. Float64: instructions. Fences: of the memory of the device, thos
 SLOTS = """
 ## Issue slots
 
-Of the shortest loop with 128-bit loads, in `sweep_leaves` of the sweep's, which is longer than those of the sums and
-the delivery: all instructions of its code, and the shortest way through an iteration on which all 128-bit accesses
-are made and no loop inside is entered: of four tokens that are no exception and not masked, which take such a loop.
-Of this way: the slots for a token (for a logit in kernels that read logits), and the classes of instructions.\
+The loop is the shortest one with 128-bit loads, in `sweep_leaves` the sweep's, which is longer than those of the sums
+and the delivery. The table has all instructions of its code, and the shortest way through an iteration on which all
+128-bit accesses are made and no loop inside is entered, as exceptions and masked tokens enter one: its instructions,
+those for one token (for a logit in kernels that read logits), and their classes.\
 """.splitlines()
 BLOCKS = f"""
 ## Blocks and waves

@@ -138,7 +138,7 @@ def build(backend: str, sources: dict[str, str], objects: list[Path], folder: Pa
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         own = list(pool.map(compiled, ["switch.cpp", *(f"csrc/{unit}" for unit in UNITS[backend])]))
-    # Of an inline function in several objects the linker keeps the first: those with mutants come first.
+    # The linker keeps the first of an inline function's copies in several objects: those with mutants come first.
     subprocess.run((*COMPILER, "-shared", "-fopenmp", *own, *objects, "-o", folder / f"_{backend}.so"), check=True)
 
 
@@ -200,7 +200,7 @@ def python(mutant: Mutant) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def functions_of_package(modules: int) -> list[FunctionType]:
-    """Those that are alive. A search takes a quarter of a second; with as many modules it would find no others."""
+    """Functions that are alive. A search takes a quarter of a second; with as many modules it would find no others."""
     gc.unfreeze()  # see conftest.py
     functions = [each for each in gc.get_objects() if type(each) is FunctionType]
     gc.freeze()

@@ -89,7 +89,7 @@ def _continues(line: str, following: str) -> bool:
 
 @pytest.mark.parametrize("name", ["", "advantages", "aggregation", "entropy", "gates", "kl", "segments"])
 def test_every_argument_is_described(name: str) -> None:
-    """By its function, or by the common arguments of the package, which ``help()`` and the API page show."""
+    """Its function describes it, or the common arguments of the package, which ``help()`` and the API page show."""
     package = importlib.import_module(f"hpo_core.{name}".rstrip("."))
     common = (package.__doc__ or "").partition("Common arguments:")[2]
     described = [package, package.reconstructed] if hasattr(package, "reconstructed") else [package]

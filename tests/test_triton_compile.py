@@ -34,7 +34,7 @@ HEAVIEST = {kernel: path for path, kernel in sorted(REGISTERS, key=REGISTERS.get
 
 
 def in_turn(*targets):
-    """Of these targets each kernel meets one."""
+    """Each kernel meets one of these targets."""
     kernels = sorted(HEAVIEST)
     return {target: kernels[i :: len(targets)] for i, target in enumerate(targets)}
 

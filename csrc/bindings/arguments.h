@@ -1,4 +1,4 @@
-// Arguments from Python: tensors come in as they are, checked before, and all that is asked of them is where their data is.
+// Arguments from Python: tensors are checked before they come here, and are asked for the address of their memory alone.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -16,7 +16,7 @@ namespace hpo::bindings {
 
 namespace py = pybind11;
 
-// Of a tensor, or null for None.
+// The address of a tensor's memory; null for None.
 struct Address {
   uintptr_t value = 0;
 };

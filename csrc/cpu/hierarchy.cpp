@@ -94,7 +94,7 @@ void gate_leaf(const Sweeps& sweeps, int64_t p, LeafGate& gate, LevelSlopes& slo
   gate_leaf(sweeps.call.args, leaves, p, [&](int k) { return space.segment_of(leaves, k, p); }, gate, slopes);
 }
 
-// From the gradients of aggregates to that of each token of a leaf.
+// The gradient of each token of a leaf through the aggregates above it.
 AggregateGrad aggregate_grad_of(const Leaves& leaves, const Workspace& space, int64_t p) {
   const Hierarchy& hierarchy = leaves.hierarchy;
   const auto of_channel = [&](int channel) {

@@ -228,7 +228,7 @@ struct Sweeps {
     return of_sign(0).open ? of_sign(1) : OpenLevels{};
   }
 
-  // Of a fast-path block under open levels, what is clipped, which tokens are not, and what flows into aggregates.
+  // Finds in a fast-path block under open levels what is clipped, which tokens are not, and what flows into aggregates.
   void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
     const bool split = plan.hierarchy.split, of_tokens = call.args.advantage_per_token;
     // The loss of a clipped token comes first: it is ready by the time that it is needed.
@@ -251,7 +251,7 @@ struct Sweeps {
     flow.past_token[1] = split ? below : 0.0;
   }
 
-  // Of a fast-path block whose tokens have one term but for their weights, its sums and the gradient of a token's own path.
+  // The sums of a fast-path block whose tokens have one term but for their weights, and the gradient of a token's own path.
   void count_alike(const Block& block, const LeafGate& leaf, const Scratch& scratch, Partial& partial,
                    const BlockResult& result) const {
     const float advantage = call.args.advantages[block.row];

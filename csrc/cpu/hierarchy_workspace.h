@@ -59,7 +59,7 @@ struct HierarchyWorkspace {
     return {log_ratios.at(task, block), fast.at(task, block), flows.at(task, block), own_gradients.at(task, block)};
   }
 
-  // Of segment s at level k at [k * leaves + s].
+  // The log-ratios of segment s at level k stand at [k * leaves + s].
   LogRatios* segments() const {
     static_assert(sizeof(LogRatios) == 3 * sizeof(int64_t), "the layout of SegmentTables::sums");
     return reinterpret_cast<LogRatios*>(tables.sums);

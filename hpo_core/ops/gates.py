@@ -205,7 +205,7 @@ def times(values: torch.Tensor, factor: torch.Tensor, backend: str | None) -> to
 
 
 def _save(ctx: Any, inputs: Any, output: Outputs) -> None:
-    """For the operator, which has four outputs."""
+    """What the backward of the operator, which has four outputs, reads."""
     _, metrics, grad, tokens = output
     ctx.mark_non_differentiable(*(tensor for tensor in (metrics, tokens) if tensor is not None))
     ctx.set_materialize_grads(False)

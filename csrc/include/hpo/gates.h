@@ -173,7 +173,7 @@ struct ShortSum {
   HPO_INLINE int64_t total() const { return int64_t(high) * 65536 + low; }
 };
 
-// Likewise of numbers that are larger.
+// The same sum of larger numbers, in 64 bits.
 struct LongSum {
   int64_t sum;
 

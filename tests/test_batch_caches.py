@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hpo_core as hpo
 from hpo_core import PackedBatch, aggregation
-from hpo_core.batch import packed
+from hpo_core.batch import immutable
 
 TOKENS = 8
 GATE = hpo.gates.fiberpo()  # two levels need a hierarchy, trajectories and default weights, all computed once
@@ -314,7 +314,7 @@ def test_training_after_a_first_call_in_inference_mode():
 def capturing(monkeypatch):
     """Switches the state of the current stream."""
     state = {"now": False}
-    monkeypatch.setattr(packed, "_is_capturing", lambda tensor: state["now"])
+    monkeypatch.setattr(immutable, "_is_capturing", lambda tensor: state["now"])
     return lambda now: state.update(now=now)
 
 

@@ -295,6 +295,28 @@ def test_hapo_bounds_as_coded_never_tighten():
     assert torch.equal(low, torch.full_like(low, 0.8))
 
 
+def test_bpo_targets_of_a_temperature_are_those_of_the_authors():
+    """``1 - eps + 2 eps sigmoid(A / temperature)``; the sign where the temperature is far below every advantage."""
+    lead = torch.tensor([0.4, -0.02, 0.0])
+    torch.testing.assert_close(
+        gates.bpo_target(lead, 0.3, temperature=0.1).target, torch.tensor([1.289208, 0.970100, 1.0]), atol=1e-6, rtol=0
+    )
+    assert gates.bpo_target(lead, 0.3, temperature=1e-4).target.equal(gates.bpo_target(lead, 0.3).target)
+
+
+def test_capo_as_its_authors_divide(backend):
+    """Responses weigh the same, and so do the tokens that a response keeps; one that keeps none is a response."""
+    kept = torch.tensor([True, False, True, False, False, True], device=testing.device_of(backend))
+    batch = hpo.PackedBatch.from_lengths([3, 2, 1]).to(kept.device)
+    logp, advantages = torch.full((6,), -1.0, device=kept.device), torch.tensor([2.0, 1.0, -1.0], device=kept.device)
+    weights = hpo.aggregation.seq_mean_token_mean(batch, total=batch.rows, selected=kept)
+    given = gates.GateInputs(token_mask=kept)
+    out = hpo.policy_loss_and_grad(
+        logp, logp, advantages, batch, gates.capo(), weights=weights, gate_inputs=given, backend=backend
+    )
+    torch.testing.assert_close(out.grad.cpu(), torch.tensor([-1, 0, -1, 0, 0, 1]) / 3)
+
+
 def test_gbpo_target_by_hand():
     scores = torch.tensor([1.0, 0.0, 3.0, 5.0, 2.0])
     target = gates.gbpo_target(scores, torch.tensor([4, 4, 9, 4, 4])).target

@@ -51,7 +51,7 @@ MUTANTS = {
         ONE_STEP, name="hpo_core.advantages.hierarchical.gigpo", argument="positions", kind="meta",
     ),
     "what a batch has computed outlives its mask": mutant(
-        "batch/packed.py",
+        "batch/immutable.py",
         "if kept is not None and kept[0] == state:", "if kept is not None:",
         "test_batch_caches.test_the_denominators_of_a_refilled_mask",
     ),

@@ -34,19 +34,7 @@ Common arguments:
 
 from ..specs import Center, EpsMode, GroupTerm, Part, Presence, Provenance, Scale, Share
 from . import reconstructed
-from .baselines import (
-    BetaTracker,
-    DcpoAdvantages,
-    DeGrpoAdvantages,
-    GroupHistory,
-    RoleAdvantages,
-    a_star,
-    dcpo,
-    de_grpo,
-    poise,
-    rae,
-    spo_single_stream,
-)
+from .baselines import a_star, poise
 from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
 from .distributed import over_ranks
 from .flat import (
@@ -63,10 +51,21 @@ from .flat import (
     rloo,
     whiten,
 )
-from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified
+from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified, thor
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .priors import bnpo, ngrpo, v05
-from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k
+from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k, pkpo, qae
+from .remembered import (
+    BetaTracker,
+    DcpoAdvantages,
+    DeGrpoAdvantages,
+    GroupHistory,
+    RoleAdvantages,
+    dcpo,
+    de_grpo,
+    rae,
+    spo_single_stream,
+)
 from .returns import discounted_returns
 from .selection import d3s_samples, pf_ppo, swarm_samples
 from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample, real
@@ -138,8 +137,10 @@ __all__ = [
     "pass_at_k",
     "peco",
     "pf_ppo",
+    "pkpo",
     "poise",
     "positive_sample",
+    "qae",
     "rae",
     "real",
     "reconstructed",
@@ -158,6 +159,7 @@ __all__ = [
     "stratified",
     "swarm_samples",
     "t_ppo",
+    "thor",
     "tir_otb",
     "token_gae",
     "tool_star",

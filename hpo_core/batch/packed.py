@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -13,15 +13,12 @@ from ..checks import check, check_device, check_real, check_shape, examined, req
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
 from .hierarchy import Hierarchy, LeafTables, first_ranges, hierarchy_of, of_row, row_at, row_counts, trajectories_of
+from .immutable import STRUCTURE, Immutable
 from .levels import at_level
 from .structure import check_structure, check_zeros_and_ones, checked_tensors
 
-Made = TypeVar("Made")
 
-_STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "group_ids", "domain_ids")
-
-
-class PackedBatch:
+class PackedBatch(Immutable):
     """Rows of tokens packed end to end, and the hierarchy step < row < trajectory < group < domain.
 
     A batch is immutable: :meth:`replace` makes one with other tensors. Its tensors may be refilled in place, as CUDA
@@ -63,9 +60,6 @@ class PackedBatch:
     """
 
     __slots__ = (
-        "_cache",
-        "_is_plain",
-        "_structure",
         "cu_seqlens",
         "cu_steps",
         "domain_ids",
@@ -92,9 +86,6 @@ class PackedBatch:
     domain_ids: torch.Tensor | None
     padded_shape: tuple[int, int] | None
     is_part: bool  # made by micro_batches: the whole batch has the counts of the optimiser step
-    _is_plain: bool  # every tensor has memory of its own; fake tensors and other subclasses may have none
-    _structure: tuple[torch.Tensor, ...]  # every tensor but the mask
-    _cache: dict[Any, tuple[list[int], Any]]  # by key of once: the state of the tensors, and the result
 
     @examines
     def __init__(
@@ -194,47 +185,6 @@ class PackedBatch:
     def row_counts(self) -> torch.Tensor:
         """Valid tokens of each row ``[S]`` int64: a copy, so that no change to it reaches a loss."""
         return self.once(row_counts).clone()
-
-    def once(self, make: Callable[..., Made], *arguments: Any, static: bool = False) -> Made:
-        """``make(self, *arguments)``, computed once, because every loss call needs counts and default weights.
-
-        The result is kept until a tensor of the batch changes in place, for the stream that computed it. Inside a CUDA
-        graph, a trace or a transform no kept result is read and none is kept: a replay has to count the mask anew, and
-        tensors of a trace or of a graph's pool do not outlive it.
-
-        ``static``: ``make`` reads sizes on the host, which is impossible during a capture, and does not depend on the
-        mask; a capture takes the result of an earlier call.
-        """
-        if not self._is_plain or ops.is_traced(self.cu_seqlens):
-            return make(self, *arguments)
-        capturing = _is_capturing(self.cu_seqlens)
-        if capturing and not static:
-            return make(self, *arguments)
-        state = self._state(static)
-        key = (make, *arguments)
-        kept = self._cache.get(key)
-        if kept is not None and kept[0] == state:
-            return kept[1]  # type: ignore[no-any-return]
-        check(
-            not capturing,
-            "batch: expected a batch that an earlier call has seen, got a new or changed one inside a CUDA graph; "
-            "levels over a process group read sizes on the host: call the loss once before the capture",
-        )
-        made = make(self, *arguments)
-        if state is not None and not torch.is_inference_mode_enabled():  # autograd cannot save inference tensors
-            self._cache[key] = (state, made)
-        return made
-
-    def _state(self, static: bool) -> list[int] | None:
-        """Versions and addresses of the tensors, which differ after any change; None for tensors without versions."""
-        tensors = self._structure if static or self.mask is None else (self.mask, *self._structure)
-        try:
-            state = [tensor._version for tensor in tensors] + [tensor.data_ptr() for tensor in tensors]
-        except RuntimeError:  # tensors made in inference mode count no versions
-            return None
-        if self.cu_seqlens.is_cuda and not static:
-            state.append(torch._C._cuda_getCurrentRawStream(self.cu_seqlens.device.index))
-        return state
 
     @property
     def trajectories(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
@@ -413,7 +363,7 @@ class PackedBatch:
         >>> PackedBatch.from_lengths([2, 1]).replace(mask=torch.tensor([1, 0, 1])).row_counts
         tensor([1, 1])
         """
-        names = ("mask", *_STRUCTURE)
+        names = ("mask", *STRUCTURE)
         unknown = sorted(changed.keys() - set(names))
         check(not unknown, "replace: expected some of {}, got {}", ", ".join(names), ", ".join(unknown))
         padded = None if "cu_seqlens" in changed else self.padded_shape
@@ -444,27 +394,6 @@ class PackedBatch:
         )
         return moved
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if not name.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, value)
-        structure = [tensor for name in _STRUCTURE if (tensor := getattr(self, name)) is not None]
-        object.__setattr__(self, "_structure", tuple(structure))
-        plain = all(type(tensor) is torch.Tensor for tensor in (*structure, self.mask) if tensor is not None)
-        object.__setattr__(self, "_is_plain", plain)
-        object.__setattr__(self, "_cache", {})
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(
-            f"{name}: a PackedBatch is immutable; make a new one with batch.replace({name}=...), or refill the tensor "
-            f"in place"
-        )
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{name}: a PackedBatch is immutable; make a new one without it")
-
     def __repr__(self) -> str:
         parts = [f"rows={self.rows}", f"tokens={self.total_tokens}"]
         if self.num_steps is not None:
@@ -489,7 +418,3 @@ def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
     batch = examined("batch", batch)
     check(batch.dim() == 2, expected + "a tensor {}" + of_rows, list(batch.shape))
     return PackedBatch.from_padded(batch)
-
-
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

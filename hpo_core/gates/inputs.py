@@ -306,16 +306,24 @@ def vaco_mask(
 
 
 @examines
-def bpo_target(advantages: torch.Tensor, eps: float = 0.2) -> GateInputs:
+def bpo_target(advantages: torch.Tensor, eps: float = 0.2, *, temperature: float = 0.0) -> GateInputs:
     """``gate_inputs`` for :func:`bpo`: targets ``1 + eps sign A``, in the shape of ``advantages`` (arXiv
     2604.18578).
+
+    Args:
+        temperature: above 0 targets are ``1 - eps + 2 eps sigmoid(A / temperature)``, the authors' code: 0.001 and
+            an eps of 0.3 in its recipes of MuJoCo and Atari. 0: the limit. A is a return about a learned median here,
+            and about a value in the loss.
 
     >>> bpo_target(torch.tensor([2.0, -1.0])).target
     tensor([1.2000, 0.8000])
     """
     check_precise("advantages", advantages, "use advantages.float()")
     check(0 <= eps <= 1, "eps: expected an epsilon in [0, 1], got {}", eps)
-    return GateInputs(target=1 + eps * advantages.detach().sign())
+    check(0 <= temperature < math.inf, "temperature: expected a finite number >= 0, got {}", temperature)
+    given = advantages.detach()
+    side = given.sign() if temperature == 0 else 2 * torch.sigmoid(given / temperature) - 1
+    return GateInputs(target=1 + eps * side)
 
 
 @examines

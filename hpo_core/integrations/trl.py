@@ -43,8 +43,8 @@ from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .trl_config import check_config, check_unchanged, gate_from_config, said_by, told_by
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
-from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, domain_ids_of, mask_of, sampler_of
-from .trl_metrics import logged_metrics, observed_parts, reported
+from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, advantages_of, domain_ids_of, mask_of, sampler_of
+from .trl_metrics import logged_metrics, observed_parts, penalty_sum, reported
 from .turns import Step, steps_of_turns, turns
 
 __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
@@ -84,8 +84,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         entropy_penalty: a loss term with a gradient through the entropies, such as ``epo`` or ``entropy_band`` of
             :mod:`hpo_core.entropy` with its numbers fixed by ``functools.partial``, or a function of yours that
             returns a scalar. It is added to the loss of each micro-batch, and called with those of ``entropy``
-            (``[T]``, with its graph), ``batch``, ``weights`` (``[S]``, the denominators of ``loss_type``) and ``seed``
-            that it takes.
+            (``[T]``, with its graph), ``batch``, ``weights`` (``[S]``: those of ``loss_type``) and ``seed`` it takes.
         gate_inputs: for gates that need more than the batch, a function of :mod:`hpo_core.gates` (``hapo_bounds``,
             ``clip_cov_mask``, ``m2po_mask`` ...), or ``functools.partial`` of one, or one of your own that returns
             :class:`~hpo_core.gates.GateInputs`. It is called in each micro-batch with those of ``logp``, ``old_logp``,
@@ -342,9 +341,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             group_ids=inputs.get("group_ids"),
             domain_ids=inputs.get("domain_ids"),
         )
-        advantages = inputs["advantages"]
-        if advantages.dim() == 2 and advantages.shape[1] == 1:
-            advantages = advantages.squeeze(1)
+        advantages = advantages_of(inputs)
         threshold = None
         if window is not None and window.scope == "batch":
             window = None  # it has left a token mask in the batch
@@ -386,7 +383,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             process_group=self._ranks() if _SPANNING & gate.units else None,
             backend=backend,
         )
-        self._log_loss(found, logps.detach(), batch, advantages, inputs, aux_loss)
+        self._log_loss(found, logps.detach(), batch, inputs, aux_loss)
         return found.loss
 
     def _selected(self, entropies: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
@@ -430,22 +427,14 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         found: PolicyLoss,
         logps: torch.Tensor,
         batch: PackedBatch,
-        advantages: torch.Tensor,
         inputs: dict[str, Any],
         aux_loss: torch.Tensor | None,
     ) -> None:
         """TRL's own keys with TRL's own definitions, and ours: one gather over processes, one copy to the host."""
         gate, kl, *_, processes = self._hpo
-        old_logps = inputs.get("old_per_token_logps")
-        log_ratio = torch.zeros_like(logps) if old_logps is None else logps - old_logps
-        assert batch.mask is not None
-        mask = batch.mask.view_as(logps)
-        parts = observed_parts(found, gate, log_ratio, advantages, mask, batch.row_counts)
+        parts = observed_parts(found, gate, logps, batch, inputs)
         if kl is not None:
-            s = logps - inputs["ref_per_token_logps"]
-            k = torch.exp(-s) - 1 + s
-            k = k * torch.exp(log_ratio) if self.args.use_bias_correction_kl else k
-            parts["kl"] = torch.where(mask, k, 0.0).sum().reshape(1)
+            parts["kl"] = penalty_sum(logps, inputs, self.args.use_bias_correction_kl)
         if aux_loss is not None:
             parts["aux_loss"] = aux_loss.detach().reshape(1)
         local = torch.cat(list(parts.values()))  # float64, as the vector of metrics is

@@ -71,6 +71,18 @@ def mask_of(inputs: dict[str, Any]) -> torch.Tensor:
     return mask & (inputs["tool_mask"] != 0) if "tool_mask" in inputs else mask
 
 
+def advantages_of(inputs: dict[str, Any]) -> torch.Tensor:
+    """``[B, L]``, or ``[B]`` where each completion has one."""
+    advantages: torch.Tensor = inputs["advantages"]
+    return advantages.squeeze(1) if advantages.dim() == 2 and advantages.shape[1] == 1 else advantages
+
+
+def log_ratio_of(logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    """``[B, L]``, 0 on-policy."""
+    old = inputs.get("old_per_token_logps")
+    return torch.zeros_like(logps) if old is None else logps - old
+
+
 def sampler_of(gate: RatioGate, logps: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | None:
     """The sampler's log-probabilities ``[B, L]``, for a gate that reads them. A token that vLLM could not score has NaN
     and takes that of the policy that corrections compare the sampler with (the current one if any of them does): its

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from ..batch import PackedBatch
 from ..gates import Clip, Gamma, RatioGate
 from ..level_metrics import LevelMetrics
 from ..losses import PolicyLoss
 from ..metrics import FLAGS, Metrics
 from ..prepared import Report
 from ..specs import Head
+from .trl_inputs import advantages_of, log_ratio_of, mask_of
 
 # Under "hpo_core/", under "hpo_core/step/" and so on for each level, and under "hpo_core/correction_0/" and so on.
 _REPORTED = ("clip_fraction", "selected_fraction", "ratio_max", "effective_sample_size", *FLAGS)
@@ -31,26 +33,30 @@ def reported(gate: RatioGate) -> Report:
 
 
 def observed_parts(
-    found: PolicyLoss,
-    gate: RatioGate,
-    log_ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    counts: torch.Tensor,
+    found: PolicyLoss, gate: RatioGate, logps: torch.Tensor, batch: PackedBatch, inputs: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """What processes have to gather, flat, by name; the first is float64."""
     parts = {"vector": found.metrics.vector}
     if found.levels is not None:
         parts["levels"] = found.levels.table.flatten()
     parts |= {f"correction_{at}": each.vector for at, each in enumerate(found.corrections)}
+    log_ratio, mask, advantages = log_ratio_of(logps, inputs), mask_of(inputs), advantages_of(inputs)
     bounds = _clip_bounds(gate)
     if bounds is not None:
-        clipped = _clipped_rows(bounds, gate.level is not None, log_ratio, advantages, mask, counts)
+        clipped = _clipped_rows(bounds, gate.level is not None, log_ratio, advantages, mask, batch.row_counts)
         parts |= dict(zip(("low", "high", "count"), clipped, strict=True))
     weight = gate.levels[0].gate if gate.levels else None
     if isinstance(weight, Gamma):
         parts["phi"] = _gamma_weights(weight, log_ratio, advantages, mask)
     return parts
+
+
+def penalty_sum(logps: torch.Tensor, inputs: dict[str, Any], corrected: bool) -> torch.Tensor:
+    """The sum of K3 ``[1]``, times the ratio if TRL's ``use_bias_correction_kl`` has it ``corrected``."""
+    s = logps - inputs["ref_per_token_logps"]
+    k = torch.exp(-s) - 1 + s
+    k = k * torch.exp(log_ratio_of(logps, inputs)) if corrected else k
+    return torch.where(mask_of(inputs), k, 0.0).sum().reshape(1)
 
 
 def logged_metrics(seen: dict[str, torch.Tensor], found: PolicyLoss, gate: RatioGate) -> dict[str, float]:

@@ -27,19 +27,15 @@ from .budget import Expected, assert_within_budget, budget
 from .checking import Report, Verdict, check, promises
 from .examples import (
     FEATURES,
-    MaskExample,
     PolicyLossExample,
     RewardsExample,
-    ScoresExample,
-    WindowExample,
     device_of,
     move,
     random_policy_loss,
     random_rewards,
-    random_scores,
     random_steps,
-    random_window,
 )
+from .examples_of_entropy import MaskExample, ScoresExample, WindowExample, random_scores, random_window
 from .expected import Outcome, expect_policy_loss, expect_rewards, expect_window, run_policy_loss
 from .explaining import ExplainedLevel, Explanation, explain
 from .layouts import Layout, random_batch, random_layout

@@ -17,7 +17,8 @@ from ..losses import policy_loss
 from ..metrics import SLOTS, Metrics
 from ..specs import Head, KLEstimator, KLGradient, Routing
 from .budget import Expected
-from .examples import PolicyLossExample, RewardsExample, WindowExample, move
+from .examples import PolicyLossExample, RewardsExample, move
+from .examples_of_entropy import WindowExample
 from .promises import Inapplicable
 
 

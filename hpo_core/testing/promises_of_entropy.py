@@ -11,7 +11,7 @@ import torch
 from ..reference.entropy import order_statistic
 from ..specs import INDEX_RULES, OrderRule
 from .budget import assert_within_budget
-from .examples import MaskExample, ScoresExample, WindowExample
+from .examples_of_entropy import MaskExample, ScoresExample, WindowExample
 from .expected import expect_window
 from .layouts import valid_tokens
 from .promises import PLACEMENTS, UNWRITTEN, Run, promise, same

@@ -13,17 +13,8 @@ from ..arguments import examines
 from ..entropy import EntropyWindow
 from ..gates import RatioGate
 from ..kl import KLPenalty
-from .examples import (
-    FEATURES,
-    MaskExample,
-    PolicyLossExample,
-    RewardsExample,
-    random_policy_loss,
-    random_rewards,
-    random_scores,
-    random_steps,
-    random_window,
-)
+from .examples import FEATURES, PolicyLossExample, RewardsExample, random_policy_loss, random_rewards, random_steps
+from .examples_of_entropy import MaskExample, random_scores, random_window
 from .layouts import Layout, wide_ids
 
 # An example that is long crosses the blocks of usual kernels: 128 rows, 1,024 groups, 2,048 units, 4,096 tokens. The

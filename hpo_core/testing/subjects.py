@@ -19,18 +19,8 @@ from ..gates import RatioGate
 from ..kl import KLPenalty
 from ..specs import OrderRule, Unit
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
-from .examples import (
-    FEATURES,
-    ON_TOKENS,
-    MaskExample,
-    PolicyLossExample,
-    RewardsExample,
-    ScoresExample,
-    WindowExample,
-    check_features,
-    move,
-    random_policy_loss,
-)
+from .examples import FEATURES, ON_TOKENS, PolicyLossExample, RewardsExample, check_features, move, random_policy_loss
+from .examples_of_entropy import MaskExample, ScoresExample, WindowExample
 from .expected import Outcome, accepts, differentiate, run_with_incoming
 from .layouts import Layout
 from .promises import Run

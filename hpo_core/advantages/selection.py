@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..checks import check, check_units
-from ..gates.inputs import draws_of
+from ..gates.draws import draws_of
 from ..segments import Chains, chains, statistics
 from ..specs import Provenance
 from .terms import estimator, scorable

@@ -45,12 +45,9 @@ LIBRARIES = ROOT / "build/mutants"
 
 # What is compiled again; the rest is linked as the build has left it.
 UNITS = {
-    "cpu": ["cpu/advantages.cpp", "cpu/corrections.cpp", "cpu/entropy.cpp", "cpu/entropy_selection.cpp",
-            "cpu/gates.cpp", "cpu/hierarchy.cpp", "cpu/logprobs.cpp", "cpu/scopes.cpp", "cpu/segments.cpp"],
-    "cuda_emulated": ["cuda/advantages.cu", "cuda/corrections.cu", "cuda/entropy.cu",
-                      "cuda/entropy_selection.cu", "cuda/gates.cu", "cuda/hierarchy.cu", "cuda/logprobs.cu",
-                      "cuda/loss_from_logits.cu", "cuda/scale.cu", "cuda/scopes.cu", "cuda/segments.cu"],
-}  # fmt: skip
+    "cpu": sorted(f"cpu/{path.name}" for path in SOURCES.glob("cpu/*.cpp") if path.name != "dispatch.cpp"),
+    "cuda_emulated": sorted(f"cuda/{path.name}" for path in SOURCES.glob("cuda/*.cu")),
+}
 # Nothing is optimised: the tests that kill take less time than the compiler would.
 COMPILER = (*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O0", "-w")
 INCLUDES = ("-ffp-contract=off", "-include", "switch.h", "-Icsrc/include")

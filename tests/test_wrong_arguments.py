@@ -39,7 +39,21 @@ _NO_TENSORS = {"hpo_core.advantages.distributed.over_ranks"}  # takes an estimat
 def test_every_public_function_has_a_valid_call():
     known = {call.name for call in calls()} | _NO_TENSORS
     unknown = [name for name, function in public_functions() if takes_tensors(function) and name not in known]
-    assert unknown == [], "give them arguments in tests/valid_calls.py"
+    assert unknown == [], "give them arguments in tests/valid_calls.py, operators in tests/valid_operators.py"
+
+
+def test_every_tensor_that_a_public_function_takes_is_in_a_valid_call():
+    given = {(call.name, name) for call in calls() for name, value in call.arguments.items() if value is not None}
+    named = {name for name, _ in given}
+    missing = [
+        (name, parameter.name)
+        for name, function in public_functions()
+        if name in named and not name.startswith("torch.ops")
+        for parameter in inspect.signature(function).parameters.values()
+        if "Tensor" in str(parameter.annotation) and "Callable" not in str(parameter.annotation)
+        if parameter.kind is not parameter.VAR_KEYWORD and (name, parameter.name) not in given
+    ]
+    assert missing == [], "give them in tests/valid_calls.py"
 
 
 @pytest.mark.parametrize("call", calls(), ids=lambda call: call.name.removeprefix("hpo_core."))

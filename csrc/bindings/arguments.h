@@ -78,7 +78,9 @@ void run(const Call& call) {
 // Kernels on the host validate offsets, and read them again: they get a copy, which no thread rewrites in between.
 class Offsets {
  public:
-  Offsets(Address from, int64_t rows) : data_(pointer<const int64_t>(from)) {
+  Offsets() = default;
+  Offsets(Address from, int64_t rows) : Offsets(pointer<const int64_t>(from), rows) {}
+  Offsets(const int64_t* from, int64_t rows) : data_(from) {
 #ifdef HPO_ON_HOST
     if (data_) copy_.assign(data_, data_ + rows + 1), data_ = copy_.data();
 #else
@@ -88,7 +90,7 @@ class Offsets {
   const int64_t* data() const { return data_; }
 
  private:
-  const int64_t* data_;
+  const int64_t* data_ = nullptr;
   std::vector<int64_t> copy_;
 };
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "hpo/api.h"
-#include "hpo/gates.h"
+#include "hpo/rows.h"
 #include "parallel.h"
 
 namespace hpo::HPO_ISA {

@@ -174,13 +174,16 @@ def sum_in_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def running_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sums ``[n]`` up to each element. A step adds to each sum the one that ends ``distance`` before it, and
-    doubles the distance. ``cumsum`` of floats on a GPU differs from run to run."""
-    distance = 1
-    while distance < len(values):
-        values = values + torch.nn.functional.pad(values[:-distance], (distance, 0))
+    """The sums ``[n]`` up to each element: those within its block, and those of the blocks before, to each of which a
+    step adds the one that ends ``distance`` before it. PyTorch's scan of floats on a GPU keeps its order where there
+    are several rows, and not in a single one."""
+    blocks, pad = len(values) // 1024 + 2, torch.nn.functional.pad
+    within = pad(values, (0, blocks * 1024 - len(values))).reshape(blocks, 1024).cumsum(-1)
+    before, distance = pad(within[:-1, -1], (1, 0)), 1
+    while distance < blocks:
+        before = before + pad(before[:-distance], (distance, 0))
         distance *= 2
-    return values
+    return (within + before[:, None]).reshape(-1)[: len(values)]
 
 
 def sum_of_ranks(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

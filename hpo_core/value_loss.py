@@ -10,7 +10,7 @@ import torch
 
 from . import aggregation
 from .arguments import examines
-from .batch import PackedBatch, as_batch, of_row
+from .batch import PackedBatch, as_batch, spread_rows
 from .checks import check, check_device, check_precise, check_shape_of_tokens, checked_constant
 from .distributed import sum_in_order
 from .gates.inputs import valid_tokens
@@ -150,7 +150,7 @@ def value_loss(
         "weights", weights, (batch.rows,), "[S] (one per row)", torch.float32, values.device, "values"
     )
 
-    valid, weight = valid_tokens(batch), of_row(weights, batch.once(PackedBatch.row_of_token), 0.0)
+    valid, weight = valid_tokens(batch), spread_rows(weights, batch, 0.0)
     counted = valid & value.isfinite() & target.isfinite() & weight.isfinite()
     if old is not None:
         counted = counted & old.isfinite()

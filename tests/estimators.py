@@ -116,6 +116,8 @@ CASES = {
     "arena": lambda g: A.arena((g.length / 2).floor(), g.group, **g.rest),
     "pass_at_k": lambda g: A.pass_at_k(g.flag, g.group, 2, **g.rest),
     "grpo_passk": lambda g: A.grpo_passk(g.reward, g.group, **g.rest),
+    "pkpo": lambda g: A.pkpo(g.reward, g.group, 3, **g.rest),
+    "qae": lambda g: A.qae(g.reward, g.group, **g.rest),
     "hila": lambda g: A.hila(g.reward, flags(g, "other"), flags(g, "third"), g.group, **g.rest),
     "tool_star": lambda g: A.tool_star((4 * g.number).floor() / 4, g.flag, flags(g, "other"), g.group, **g.rest),
     "unidoc_rl": lambda g: A.unidoc_rl(
@@ -133,7 +135,7 @@ CASES = {
     "step_gae": lambda g: A.step_gae(g.reward, g.number, g.trajectory, gamma=0.9, lam=0.8, backend=g.backend),
     "hiper": hiper,
     "himac": lambda g: R.himac(g.reward, g.group, g.flag, g.other, backend=g.backend),
-    "thor": lambda g: R.thor(g.reward, g.group, g.flag, g.other, step_weight=0.5, backend=g.backend),
+    "thor": lambda g: A.thor(g.reward, g.group, g.flag, g.other, step_weight=0.5, backend=g.backend),
     "hi_agent": lambda g: R.hi_agent(
         g.reward, (8 * g.number).floor() / 8, g.length / 16, g.group, weights=(1.0, 2.0, 1.0), backend=g.backend
     ),

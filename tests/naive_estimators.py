@@ -3,6 +3,7 @@
 Each function takes a :class:`Units` and returns numpy float64. ``None`` as an id stands for none.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from statistics import NormalDist
@@ -382,6 +383,27 @@ def grpo_passk(u):
         if len(values) > 1 and values[-1] > values[-2]:
             best = next(place for place in places if u.reward[place] == values[-1])
             out[best] = (values[-1] - values[-2]) / (np.std(values, ddof=1) + 1e-6)
+    return out
+
+
+def pkpo(u):
+    """Over all sets of three: what each of them adds to the best of the two others."""
+    out = np.zeros(len(u.reward))
+    for places in groups_of(ids(u.group), u.mask).values():
+        for chosen in itertools.combinations(places, 3):
+            for place in chosen:
+                others = max(u.reward[other] for other in chosen if other != place)
+                out[place] += max(u.reward[place] - others, 0.0) / math.comb(len(places), 3)
+    return out
+
+
+def qae(u):
+    out = np.zeros(len(u.reward))
+    for places in groups_of(ids(u.group), u.mask).values():
+        values = sorted(u.reward[places])
+        border = next(r for r in values if 10 * sum(v <= r for v in values) >= 4 * len(values))
+        for place in places:
+            out[place] = (u.reward[place] - border) / (np.std(values) + 1e-6) if values[0] < values[-1] else 0.0
     return out
 
 

@@ -120,7 +120,7 @@ TABLES = {
     "datarus": lambda wrap, u: wrap(functools.partial(A.reconstructed.datarus, progress=0.3))(
         u["several"][0], u["rewards"], u["groups"]
     ),
-    "thor": lambda wrap, u: wrap(A.reconstructed.thor)(u["rewards"], u["groups"], u["flags"], u["anchors"]),
+    "thor": lambda wrap, u: wrap(A.thor)(u["rewards"], u["groups"], u["flags"], u["anchors"]),
     "hi_agent": lambda wrap, u: wrap(A.reconstructed.hi_agent)(
         u["rewards"], u["several"][0], u["several"][1], u["groups"]
     ),

@@ -83,6 +83,8 @@ def test_ragged_rows(offsets, total, counts):
     assert batch.row_counts.tolist() == counts
     assert batch.total_tokens == (offsets[-1] if total is None else total)
     tokens = batch.total_tokens
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    assert batch.row_of_token().tolist() == rows + [-1] * (tokens - len(rows))
     leaf = torch.zeros(tokens, requires_grad=True)
     hpo.policy_loss(leaf, None, torch.ones(batch.rows), batch, advantage_level="row").loss.backward()
     inside = torch.arange(tokens) < offsets[-1]
@@ -504,3 +506,5 @@ def test_without_validation_broken_offsets_are_counted_and_harmless(offsets, bac
     advantages = logp.new_ones(batch.rows)
     result = hpo.policy_loss_and_grad(logp, logp, advantages, batch, advantage_level="row", backend=backend)
     assert result.metrics["bad_offsets"] > 0 and result.grad.isfinite().all()
+    row = batch.row_of_token()
+    assert row.shape == (4,) and ((row >= -1) & (row < batch.rows)).all()

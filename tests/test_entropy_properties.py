@@ -12,7 +12,7 @@ from hpo_core import entropy as E
 TOKENS, ROWS, MASKED = 11, 3, 4  # of the valid calls: their sizes, and the token that their batch masks
 OF_ROWS = {
     "advantages", "confidence", "is_correct", "weights", "low", "high", "rows_mask", "uid", "difficulty", "exploration",
-    "counts", "rewards", "lengths", "group_ids", "cluster_ids",
+    "counts", "rewards", "lengths", "group_ids", "cluster_ids", "mean_logp",
 }  # fmt: skip
 DIFFERENTIABLE = {"mean_entropy", "entropy_band", "epo", "siren", "siren_mean", "openvl_band"}
 CONTROLLERS = {

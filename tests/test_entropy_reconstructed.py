@@ -1,5 +1,6 @@
 """Entropy methods that are reconstructed, against plain loops, and D3S' tokens over ranks."""
 
+import functools
 import math
 import statistics
 from collections import Counter
@@ -35,27 +36,47 @@ def test_funrl(drawn):
 
 @on_random_batches
 def test_semantic_entropy(drawn):
+    """And its two factors, with answers that count the same and by their log-probabilities, of which one is unknown."""
     count = int(drawn.draw.integers(0, 9))
     groups, clusters = drawn.draw.integers(-1, 2, count), drawn.draw.integers(-1, 3, count)
-    own = drawn.normal(count)
-    plain, shaped = [], []
-    for unit in range(count):
-        same = [clusters[other] for other in range(count) if groups[other] == groups[unit] >= 0]
-        same = [cluster for cluster in same if cluster >= 0]
-        shares = [n / len(same) for n in Counter(same).values()]
-        plain.append(-sum(p * math.log(p) for p in shares))
-        surprise = -statistics.fmean(map(math.log, shares)) if shares else 0.0
-        shaped.append(own[unit] * (1 - 0.5 * surprise / math.log(len(same)) if len(same) > 1 else 1.0))
+    own, mean_logp = drawn.normal(count), [3 * x for x in drawn.normal(count)]
+    mean_logp[:1] = [math.nan][:count]
+    masses = {"even": [1.0] * count, "weighed": [math.exp(x) for x in mean_logp]}
+    entropies, mean_surprises, sizes = ({kind: [] for kind in masses} for _ in range(3))
+    for kind, mass in masses.items():
+        for unit in range(count):
+            same = [other for other in range(count) if groups[other] == groups[unit] >= 0 <= clusters[other]]
+            same = [other for other in same if not math.isnan(mass[other])]
+            share = Counter()
+            for other in same:
+                share[clusters[other]] += mass[other] / sum(mass[each] for each in same)
+            entropies[kind].append(-sum(p * math.log(p) for p in share.values()))
+            mean_surprises[kind].append(-statistics.fmean(map(math.log, share.values())) if share else 0.0)
+            sizes[kind].append(math.log(len(same)) if len(same) > 1 else math.inf)
     ids = torch.tensor(clusters, device=drawn.device), torch.tensor(groups, device=drawn.device)
-    close(R.semantic_entropy(*ids, backend=drawn.backend), plain, 1e-5)
-    close(R.seed_grpo(drawn.tensor(own), *ids, alpha=0.5, backend=drawn.backend), shaped, 1e-5)
+    close(R.semantic_entropy(*ids, backend=drawn.backend), entropies["even"], 1e-5)
+    for kind, given in (("even", None), ("weighed", drawn.tensor(mean_logp))):
+        run = functools.partial(R.seed_grpo, drawn.tensor(own), *ids, alpha=0.5, mean_logp=given, backend=drawn.backend)
+        paper = [a * (1 - 0.5 * se / log) for a, se, log in zip(own, mean_surprises[kind], sizes[kind], strict=True)]
+        code = [a / (1 + 0.5 * se / log) for a, se, log in zip(own, entropies[kind], sizes[kind], strict=True)]
+        close(run(), paper, 2e-5)
+        close(run(compat="code"), code, 2e-5)
 
 
 @pytest.mark.parametrize("answers", [2, 3, 7, 12])
 def test_answers_that_all_differ_teach_seed_grpo_nothing(answers, backend):
     """Their surprise is the logarithm of their number to the bit: what rounding leaves would be an advantage."""
     ids = torch.arange(answers, device=testing.device_of(backend))
-    assert not R.seed_grpo(torch.ones(answers, device=ids.device), ids, None, backend=backend).any()
+    given = torch.ones(answers, device=ids.device), ids, None
+    assert not R.seed_grpo(*given, alpha=1.0, backend=backend).any()
+
+
+def test_seed_grpo_of_one_meaning_is_the_advantage_to_the_bit(backend):
+    logp = torch.tensor([-0.3, -1.7, -0.9], device=testing.device_of(backend))
+    advantages, ids = logp + 1, torch.zeros_like(logp, dtype=torch.int64)
+    for compat in ("paper", "code"):
+        got = R.seed_grpo(advantages, ids, None, alpha=0.5, mean_logp=logp, compat=compat, backend=backend)
+        assert got.equal(advantages)
 
 
 @on_random_batches

@@ -251,7 +251,7 @@ MASKED = (
         "gdpo_tokens",
         "m_grpo",
     ),
-    *("stratified", "g2rpo", "arena", "mc_grpo", "dr_mas", "reinforce_pp_baseline", "spo_single_stream"),
+    *("stratified", "g2rpo", "arena", "pkpo", "qae", "mc_grpo", "dr_mas", "reinforce_pp_baseline", "spo_single_stream"),
 )
 
 

@@ -212,6 +212,8 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: A.hbpo(rewards, rewards > 0, rewards, ids[0], longest=0.0), r"^longest: .* above 0, got 0.0"),
         (lambda: A.hbpo(rewards, rewards > 0, rewards, ids[0], beta=math.nan), r"^beta: expected a finite .* nan"),
         (lambda: A.icpo(rewards, None, rewards > 0, progress=0, bonus=math.nan), r"^bonus: .* finite number, got nan"),
+        (lambda: A.pkpo(rewards, None, 1), r"^k: expected a count of at least 2, got 1; the best of one is dr_grpo"),
+        (lambda: A.qae(rewards, None, quantile=40), r"^quantile: expected a share in \[0, 1\], got 40"),
         (lambda: A.hila(rewards, rewards > 0, rewards > 1, None, defer_cost=math.nan), r"^defer_cost: .* got nan"),
         (lambda: A.tool_star(rewards, rewards > 0, rewards > 0, None, bonus=math.inf), r"^bonus: .* got inf"),
         (lambda: A.unidoc_rl(*[rewards] * 5, None, answer_weight=math.nan), r"^answer_weight: .* got nan"),

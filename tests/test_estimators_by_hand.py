@@ -204,6 +204,9 @@ def test_w15_v05(backend):
 def test_w16_the_rest(backend):
     t, b = on(backend)
     close(A.pass_at_k(t(*[True] * 2, *[False] * 6), None, 4, **b), [0.522232] * 2 + [-0.174077] * 6)
+    close(A.pkpo(t(0.0, 1, 0.5, 0), None, 2, **b), [0, 2.5 / 6, 1 / 6, 0])
+    close(A.pkpo(t(0.0, 1, 0.5, 0), None, 4, **b), [0, 0.5, 0, 0])
+    close(A.qae(t(1.0, 5, 0, 2, 1), None, **b), [0, 2.324953, -0.581238, 0.581238, 0], 3e-6)
     close(A.maxrl(t(1.0, 0, 0, 0), None, **b), [2.999988, *[-0.999996] * 3], 4e-6)
     close(A.ngrpo(t(0.0, 0, 0, 0), None, **b), [-0.447213] * 4)
     assert not A.ngrpo(t(1.0, 1, 1, 1), None, **b).any()

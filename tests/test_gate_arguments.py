@@ -61,6 +61,8 @@ _cov = functools.partial(gates.clip_cov_mask, TOKENS, TOKENS, ONE, FIVE, seed=0)
         (lambda: gates.hapo_bounds(TOKENS, FIVE, alpha=math.nan), "alpha: expected a finite number >= 0, got nan"),
         (lambda: gates.m2po_mask(TOKENS, TOKENS, FIVE, math.nan), "threshold: expected a mean square >= 0, got nan"),
         (lambda: gates.bpo_target(ONE, 20), r"eps: expected an epsilon in \[0, 1\], got 20"),
+        (lambda: gates.bpo_target(ONE, temperature=-1), "temperature: expected a finite number >= 0, got -1"),
+        (lambda: gates.bpo_target(ONE, temperature=math.inf), "temperature: expected a finite number >= 0, got inf"),
         (lambda: gates.gbpo_target(ONE, eps_low=-0.2), r"eps_low: expected an epsilon in \[0, 1\], got -0.2"),
         (lambda: gates.gbpo_target(ONE, eps_high=math.inf), "eps_high: expected a finite epsilon, got inf"),
         (lambda: gates.gbpo_target(ONE, temperature=0.0), "temperature: expected a number above 0, got 0.0"),

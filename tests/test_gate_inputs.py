@@ -1,6 +1,7 @@
 """What gates are given: corrections, bounds, targets and masks, and what callers compute beside."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from catalogue import Example
 import hpo_core as hpo
 from hpo_core import gates, testing
 from hpo_core.gates import RatioGate
+from hpo_core.gates.draws import draws_of_places
 
 
 def test_impossible_bounds_are_counted_and_left_out(native_backends):
@@ -175,6 +177,49 @@ def test_draws_depend_on_the_seed_only():
     assert (~first).sum() == 80
 
 
+def test_no_two_places_have_the_same_draw():
+    """Half of the places of any seed are drawn about as often in each sixteenth of them, and by two seeds together."""
+    places = torch.empty(2**16)
+    found = [draws_of_places(places, seed) for seed in (0, 1, 2, -1, 2**32, 2**40 + 1)]
+    assert all(draw.unique().numel() == places.numel() for draw in found)
+    taken = torch.stack([draw > 0 for draw in found]).double()
+    assert (taken.unflatten(1, (16, -1)).mean(-1) - 0.5).abs().max() < 0.04  # five deviations
+    for one, other in itertools.combinations(taken, 2):
+        assert ((one * other).mean() - 0.25).abs() < 0.01
+
+
+@pytest.mark.parametrize("level", ["row", "token"])
+def test_masks_of_covariances_are_those_of_loops(level):
+    """In float64, token by token, over rows without tokens, tokens in no row, masked ones, NaN and infinities."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        lengths = torch.randint(0, 30, (5,), generator=generator).tolist()
+        tokens, row = sum(lengths) + 3, [row for row in range(5) for _ in range(lengths[row])]
+        logp, old_logp, advantages = torch.randn(3, tokens, generator=generator)
+        mask = torch.rand(tokens, generator=generator) < 0.8
+        for values in (logp, old_logp, advantages):
+            values[torch.rand(tokens, generator=generator) < 0.05] = math.nan
+            values[torch.rand(tokens, generator=generator) < 0.05] = -math.inf
+        given = advantages if level == "token" else advantages[:5]
+        of_token = [given[token if level == "token" else at].item() for token, at in enumerate(row)]
+        batch = hpo.PackedBatch(torch.tensor([0, *lengths]).cumsum(0), mask)
+        known = [t for t in range(len(row)) if mask[t] and math.isfinite(of_token[t]) and logp[t].isfinite()]
+        means = [math.fsum(each[t] for t in known) / max(len(known), 1) for each in (of_token, logp.tolist())]
+        covariance = {t: (of_token[t] - means[0]) * (logp[t].item() - means[1]) for t in known}
+        ratio = (logp - old_logp).exp()
+        passes = {t: ratio[t] <= 1.2 if of_token[t] > 0 else ratio[t] >= (0.8 if of_token[t] < 0 else 0) for t in known}
+        eligible = [t for t in known if 0.2 < covariance[t] < 2 and passes[t]]
+        highest = sorted(known, key=lambda t: -covariance[t])[: max(1, int(0.3 * len(known)))]
+        of_level, shared = {"advantage_level": level}, {"seed": 2, "low": 0.2, "high": 2.0}
+        pays = gates.kl_cov_mask(logp, given, batch, share=0.3, **of_level).penalty_mask
+        assert pays.nonzero()[:, 0].tolist() == sorted(highest)
+        kept = gates.clip_cov_mask(logp, old_logp, given, batch, share=1.0, **shared, **of_level).token_mask
+        assert (~kept).nonzero()[:, 0].tolist() == eligible
+        kept = gates.clip_cov_mask(logp, old_logp, given, batch, share=0.05, **shared, **of_level).token_mask
+        drawn = set((~kept).nonzero()[:, 0].tolist())
+        assert drawn <= {*eligible} and len(drawn) == min(len(eligible), max(1, int(0.05 * len(known))))
+
+
 def test_of_equal_covariances_the_first_pay():
     """Sixteen advantages and two log-probabilities: many ties, and masked tokens among them."""
     generator = torch.Generator().manual_seed(0)
@@ -299,6 +344,28 @@ def test_hapo_bounds_as_coded_never_tighten():
     low, high = gates.hapo_bounds(entropy, hpo.PackedBatch.from_lengths([50]), compat="code").bounds
     assert (high >= 1.2 - 1e-6).all()
     assert torch.equal(low, torch.full_like(low, 0.8))
+
+
+def test_bpo_targets_of_a_temperature_are_those_of_the_authors():
+    """``1 - eps + 2 eps sigmoid(A / temperature)``; the sign where the temperature is far below every advantage."""
+    lead = torch.tensor([0.4, -0.02, 0.0])
+    torch.testing.assert_close(
+        gates.bpo_target(lead, 0.3, temperature=0.1).target, torch.tensor([1.289208, 0.970100, 1.0]), atol=1e-6, rtol=0
+    )
+    assert gates.bpo_target(lead, 0.3, temperature=1e-4).target.equal(gates.bpo_target(lead, 0.3).target)
+
+
+def test_capo_as_its_authors_divide(backend):
+    """Responses weigh the same, and so do the tokens that a response keeps; one that keeps none is a response."""
+    kept = torch.tensor([True, False, True, False, False, True], device=testing.device_of(backend))
+    batch = hpo.PackedBatch.from_lengths([3, 2, 1]).to(kept.device)
+    logp, advantages = torch.full((6,), -1.0, device=kept.device), torch.tensor([2.0, 1.0, -1.0], device=kept.device)
+    weights = hpo.aggregation.seq_mean_token_mean(batch, total=batch.rows, selected=kept)
+    given = gates.GateInputs(token_mask=kept)
+    out = hpo.policy_loss_and_grad(
+        logp, logp, advantages, batch, gates.capo(), weights=weights, gate_inputs=given, backend=backend
+    )
+    torch.testing.assert_close(out.grad.cpu(), torch.tensor([-1, 0, -1, 0, 0, 1]) / 3)
 
 
 def test_gbpo_target_by_hand():

@@ -200,6 +200,7 @@ def _estimators() -> Iterator[Call]:
         "rose": {"prefix_ids": prefixes},
         "rose_length_penalty": {"prefix_ids": prefixes, "segments": several, "starts": several},
         "pass_at_k": {"k": 2},
+        "pkpo": {"k": 2},
         "d3s_samples": {"k": 2},
         "craft_gui": {"judge_weight": 0.25},
         "datarus": {"progress": 0.25},
@@ -352,7 +353,7 @@ def _presets() -> Iterator[Call]:
         "dcpo_regulariser": {"target_logp": T["logp"]},
         "rlsp_rewards": {"exploration": S["weights"], "share": 0.5},
         "semantic_entropy": rows,
-        "seed_grpo": rows,
+        "seed_grpo": {**rows, "mean_logp": floats(-0.5, -1, -0.25)},
         "target_temperature": {**scalar, "low": 0.5, "high": 1.5},
     }
     functions = [

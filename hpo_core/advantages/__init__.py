@@ -51,10 +51,10 @@ from .flat import (
     rloo,
     whiten,
 )
-from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified
+from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified, thor
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .priors import bnpo, ngrpo, v05
-from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k
+from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k, pkpo, qae
 from .remembered import (
     BetaTracker,
     DcpoAdvantages,
@@ -137,8 +137,10 @@ __all__ = [
     "pass_at_k",
     "peco",
     "pf_ppo",
+    "pkpo",
     "poise",
     "positive_sample",
+    "qae",
     "rae",
     "real",
     "reconstructed",
@@ -157,6 +159,7 @@ __all__ = [
     "stratified",
     "swarm_samples",
     "t_ppo",
+    "thor",
     "tir_otb",
     "token_gae",
     "tool_star",

@@ -109,13 +109,11 @@ def asymre(
     backend: str | None = None,
 ) -> torch.Tensor:
     """AsymRE: ``A = r - (mean_g + shift)``, with a baseline below the mean for rollouts of an older policy (arXiv
-    2506.20520). Returns ``[S]`` float32.
+    2506.20520), beside the gate ``reinforce()``, without a ratio. Returns ``[S]`` float32.
 
     Args:
         shift: in units of the reward, -.1 in Trinity-RFT. Below 0 successes weigh more than failures, for which the
             paper proves that the policy improves however old its rollouts are; above 0 it may collapse.
-
-    The gate is ``reinforce()``: there is no importance ratio.
 
     Traps: a group of equal rewards gets ``-shift``, not 0, and so a gradient towards all that it did. Trinity-RFT keeps
     the reward of a group of one (``singleton="raw"``).

@@ -348,3 +348,41 @@ def stratified(
     between = GroupTerm(ddof=ddof, eps=eps, coefficient=1 - alpha)
     terms = [Term(rewards, dense_ids(group_ids, stratum_ids), inside), Term(rewards, group_ids, between)]
     return combine(terms, mask=mask, backend=backend)
+
+
+@estimator(Provenance.VERIFIED, tables=True)
+def thor(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    is_step: torch.Tensor,
+    prefix_ids: torch.Tensor,
+    *,
+    step_weight: float = 1.0,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """THOR: trajectories of a problem compared by their answers, and continuations of one prefix by whether their code
+    runs (arXiv 2509.13761 and its code). Returns ``[S]`` float32.
+
+    GRPO's, inside the problem and inside the prefix. In the authors' trainer both are rows of one batch, of which a
+    prefix and outputs of tools are masked: ``token_mean`` counts what is left.
+
+    Args:
+        rewards: ``[S]``, of a trajectory its answer's, of a continuation 1 where its code runs.
+        is_step: ``[S]`` bool, whether a unit is a continuation that was sampled again from a step that had failed.
+        prefix_ids: ``[S]``, what a continuation continues, negative: nothing (its advantage is 0); of trajectories not
+            read.
+        step_weight: of continuations; the code has 1.
+
+    Traps: the authors clip as ``gates.ppo_clip(0.2, 0.28, 3.0)`` does and add 0.01 times the mean negative logp
+    of the tokens with ``A > 0``.
+
+    >>> r, step = torch.tensor([1.0, 0, 1, 0]), torch.tensor([False, False, True, True])
+    >>> thor(r, torch.zeros(4, dtype=torch.int64), step, torch.arange(4) // 2, step_weight=0.5)
+    tensor([ 0.7071, -0.7071,  0.3536, -0.3536])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, is_step=is_step, prefix_ids=prefix_ids)
+    prefix = torch.where(is_step, prefix_ids, 0)
+    level = dense_ids(group_ids, is_step.to(torch.int64), prefix)
+    advantages = grpo(rewards, level, eps=eps, backend=backend)
+    return torch.where(is_step, step_weight * advantages, advantages)

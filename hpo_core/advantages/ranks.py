@@ -7,11 +7,11 @@ import math
 import torch
 
 from ..checks import check, check_units
-from ..segments import chains, statistics
+from ..segments import Chains, chains, scan, statistics
 from ..specs import Provenance
 from .flat import grpo
 from .selection import ordered
-from .terms import as_advantages, check_eps, estimator, scorable
+from .terms import as_advantages, check_eps, estimator, members_of, scorable
 
 
 @estimator(Provenance.VERIFIED)
@@ -149,6 +149,81 @@ def grpo_passk(
 
 
 @estimator(Provenance.VERIFIED)
+def pkpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    k: int,
+    *,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """PKPO: what a response adds to the best of k, ``max r_I - max r_J`` on average over the sets I of k responses of
+    the prompt, J being I without it; 0 for the sets without it (arXiv 2505.15201, ``s^(loo-1)``). Returns ``[S]``
+    float32.
+
+    Of n rewards in ascending order ``A_i = A_{i-1} + (r_i - r_{i-1}) C(i, k - 1) / C(n, k)``, i from 0: the k - 1 worst
+    get 0, none is negative. The sum is an unbiased estimate of how far the best of k leads the second; at k = n it is
+    :func:`grpo_passk` without its deviation. Where n < k, 0.
+
+    Traps: the gradient of the best of k is the *sum* over the n responses: pass as ``weights``
+    ``n * aggregation.seq_mean_token_sum(batch)``.
+
+    >>> pkpo(torch.tensor([0.0, 1.0, 0.5, 0.0]), None, 2)
+    tensor([0.0000, 0.4167, 0.1667, 0.0000])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    check(k >= 2, "k: expected a count of at least 2, got {}; the best of one is dr_grpo or rloo", k)
+    groups, rank, size = ordered(rewards, group_ids, mask)
+    counts = (groups.chain >= 0) & (rank >= k - 1)
+    value = groups.sorted(torch.where(scorable(rewards, mask), rewards, 0.0)).double()
+    lead = torch.zeros_like(value)
+    lead[1:] = value[1:] - value[:-1]
+    # C(i, k - 1) / C(n, k) = k i! (n - k)! / ((i - k + 1)! n!)
+    i, n = torch.where(counts, rank, k - 1).double(), torch.where(counts, size, k).double()
+    chance = torch.lgamma(i + 1) - torch.lgamma(i - k + 2) + torch.lgamma(n - k + 1) - torch.lgamma(n + 1)
+    steps = torch.where(counts, k * chance.exp() * lead, 0.0)
+    total = scan(steps, torch.ones_like(steps), groups.cu_seqlens, backend, forward=True)
+    return as_advantages(groups.unsorted(torch.where(counts, total, 0.0)), rewards, backend)
+
+
+@estimator(Provenance.PAPER)
+def qae(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    quantile: float = 0.4,
+    eps: float = 1e-6,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """QAE: GRPO about a quantile, ``(r - Q) / (std + eps)``, ddof 0, Q the least reward that at least the share
+    ``quantile`` of the group does not exceed (arXiv 2509.22611). Returns ``[S]`` float32.
+
+    Of rewards of 0 and 1, p of them 1, Q is 0 where ``p <= 1 - quantile``: hard prompts teach by their successes alone,
+    easy ones by their mistakes alone, ``1 / sqrt(p (1 - p))`` each. Does not sum to 0.
+
+    Args:
+        quantile: .4 in the paper. More of it takes more prompts for easy.
+
+    Traps: a port interpolates the quantile, which lies between 0 and 1 in many groups then.
+
+    >>> qae(torch.tensor([1.0, 0.0, 0.0, 0.0]), None), qae(torch.tensor([1.0, 1.0, 1.0, 0.0]), None)
+    (tensor([2.3094, 0.0000, 0.0000, 0.0000]), tensor([ 0.0000,  0.0000,  0.0000, -2.3094]))
+    """
+    check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    check(0 <= quantile <= 1, "quantile: expected a share in [0, 1], got {}", quantile)
+    check_eps(eps)
+    groups, _, size = ordered(rewards, group_ids, mask)
+    rank = (quantile * size.double() - 1e-9).ceil().clamp(min=1).to(torch.int64) - 1  # 0.4 of 5 is 2
+    known = torch.where(scorable(rewards, mask), rewards, 0.0)
+    group = statistics(rewards, group_ids, mask=mask, backend=backend)
+    spread = group.deviation(0)
+    exact = (known.double() - _of_rank(groups, known, rank).double()) / (spread + eps)
+    taught = members_of(rewards, group, mask) & (spread > 0)
+    return as_advantages(torch.where(taught, exact, 0.0), rewards, backend)
+
+
+@estimator(Provenance.VERIFIED)
 def mc_grpo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -208,7 +283,11 @@ def mc_grpo_samples(
 def _lower_median(values: torch.Tensor, ids: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
     """The lower median of each unit's group ``[S]``."""
     groups = chains(torch.where(member, ids, -1), values)
-    rank, size = groups.ranks()
-    begin = torch.arange(values.numel(), device=values.device) - rank
-    middle = (begin + (size - 1).clamp(min=0) // 2).clamp(max=max(values.numel() - 1, 0))
-    return groups.unsorted(groups.sorted(values)[middle])
+    return _of_rank(groups, values, (groups.ranks()[1] - 1).clamp(min=0) // 2)
+
+
+def _of_rank(groups: Chains, values: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
+    """The value ``[S]`` at a rank of the chain of each unit; the ranks ``[S]`` are in the order of places."""
+    begin = torch.arange(values.numel(), device=values.device) - groups.ranks()[0]
+    place = (begin + rank).clamp(max=max(values.numel() - 1, 0))
+    return groups.unsorted(groups.sorted(values)[place])

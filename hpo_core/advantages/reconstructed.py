@@ -41,7 +41,6 @@ __all__ = [
     "hrpo",
     "ib_tpo",
     "salt",
-    "thor",
     "v05_samples",
 ]
 
@@ -75,40 +74,6 @@ def himac(
     check_units(rewards=rewards, group_ids=group_ids, is_macro=is_macro, blueprint_ids=blueprint_ids)
     blueprint = torch.where(is_macro, 0, blueprint_ids)
     return grpo(rewards, dense_ids(group_ids, is_macro.to(torch.int64), blueprint), eps=eps, backend=backend)
-
-
-@estimator(Provenance.RECONSTRUCTED, tables=True)
-def thor(
-    rewards: torch.Tensor,
-    group_ids: torch.Tensor,
-    is_step: torch.Tensor,
-    prefix_ids: torch.Tensor,
-    *,
-    step_weight: float = 1.0,
-    eps: float = 1e-6,
-    backend: str | None = None,
-) -> torch.Tensor:
-    """THOR: trajectories of a problem compared by their answers, and continuations of one prefix by whether their code
-    runs (arXiv 2509.13761). Returns ``[S]`` float32.
-
-    Assumed: GRPO's ddof 1 and eps on both levels, as in the released code of the first; and that the losses of the two
-    are added, the second times ``step_weight``: the released code does not show how.
-
-    Args:
-        rewards: ``[S]``, of a trajectory its answer's, of a continuation 1 where its code runs.
-        is_step: ``[S]`` bool, whether a unit is a continuation that was sampled again from a step that had failed.
-        prefix_ids: ``[S]``, what a continuation continues, negative: nothing (its advantage is 0); of trajectories not
-            read.
-
-    >>> r, step = torch.tensor([1.0, 0, 1, 0]), torch.tensor([False, False, True, True])
-    >>> thor(r, torch.zeros(4, dtype=torch.int64), step, torch.arange(4) // 2, step_weight=0.5)
-    tensor([ 0.7071, -0.7071,  0.3536, -0.3536])
-    """
-    check_units(rewards=rewards, group_ids=group_ids, is_step=is_step, prefix_ids=prefix_ids)
-    prefix = torch.where(is_step, prefix_ids, 0)
-    level = dense_ids(group_ids, is_step.to(torch.int64), prefix)
-    advantages = grpo(rewards, level, eps=eps, backend=backend)
-    return torch.where(is_step, step_weight * advantages, advantages)
 
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)
@@ -154,7 +119,7 @@ def a2fm_apo(
     group_ids: torch.Tensor | None,
     *,
     easy: float = 0.75,
-    alpha: float = 1.0,
+    alpha: float = 2.0,
     eps: float = 1e-6,
     mask: torch.Tensor | None = None,
     backend: str | None = None,
@@ -165,9 +130,8 @@ def a2fm_apo(
     With p the accuracy of the prompt's rollouts in instant mode the reward of a rollout in another mode is
     ``accuracy (1 - p^alpha)`` if ``p >= easy``; all other rewards are the accuracy. Then GRPO, ddof 1.
 
-    Assumed: that factor, ``easy`` and ``alpha``; the paper's account says that the reward is regularised by cost and
-    that the accuracy of rollouts forced into each mode tells how hard a prompt is. A prompt without a rollout in
-    instant mode is hard.
+    Assumed: ``easy``, and that the factor multiplies the accuracy; the factor and its alpha of 2 are those of a summary
+    of the paper, whose reward for form is the caller's. A prompt without a rollout in instant mode is hard.
 
     Args:
         accuracy: ``[S]`` in [0, 1].

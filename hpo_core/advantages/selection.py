@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..checks import check, check_units
-from ..gates.inputs import draws_of
+from ..gates.draws import draws_of
 from ..segments import Chains, chains, statistics
 from ..specs import Provenance
 from .terms import estimator, scorable
@@ -69,7 +69,7 @@ def d3s_samples(
     return groups.unsorted(chosen & (groups.chain >= 0))
 
 
-@estimator(Provenance.PAPER, level="selection")
+@estimator(Provenance.VERIFIED, level="selection")
 def pf_ppo(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
@@ -84,7 +84,8 @@ def pf_ppo(
     Args:
         best, worst: how many of each; (k, 0) is best of n.
 
-    Traps: verl's form draws as many rows as the batch has anew, with replacement, by weights of the batch's rewards.
+    Traps: the authors draw a batch from the best and the worst of each prompt with replacement; verl's form draws as
+    many rows as the batch has anew, by weights of the batch's rewards.
 
     >>> pf_ppo(torch.tensor([0.1, 0.9, 0.5]), None)
     tensor([ True,  True, False])

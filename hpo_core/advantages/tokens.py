@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ..batch import PackedBatch, of_row
+from ..batch import PackedBatch, spread_rows
 from ..checks import check, check_precise, check_rows, check_tokens
 from ..gates.inputs import place_in_row, valid_tokens
 from ..segments import Chains, chains, dense_ids, recurrence, scan, statistics
@@ -71,11 +71,10 @@ def remax(
     """
     check_tokens(batch, token_rewards=token_rewards)
     check_rows(batch, greedy_rewards=greedy_rewards)
-    row = batch.row_of_token()
     valid = valid_tokens(batch)
     values = torch.where(valid, token_rewards, 0.0)
     returns = scan(values, torch.ones_like(values), batch.cu_seqlens, backend)
-    exact = torch.where(valid, known(returns - of_row(greedy_rewards.double(), row, 0.0)), 0.0)
+    exact = torch.where(valid, known(returns - spread_rows(greedy_rewards.double(), batch, 0.0)), 0.0)
     return as_advantages(exact, token_rewards, backend)
 
 
@@ -95,8 +94,7 @@ def hicra(
     """
     check_rows(batch, advantages=advantages)
     check_tokens(batch, is_planning=is_planning)
-    row = batch.row_of_token()
-    own = torch.where(valid_tokens(batch), known(of_row(advantages, row, 0.0)), 0.0)
+    own = torch.where(valid_tokens(batch), known(spread_rows(advantages, batch, 0.0)), 0.0)
     return torch.where(is_planning, own + alpha * own.abs(), own)
 
 
@@ -136,10 +134,10 @@ def rl_zvp(
     flat = scored & (group.least == group.greatest)
     entropy = torch.where(torch.isfinite(entropy), entropy, torch.nan)
     most = statistics(entropy, row, mask=valid, backend=backend).greatest
-    right = of_row(rewards > threshold, row, False)
+    right = spread_rows(rewards > threshold, batch, False)
     shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)
-    others = of_row(known(torch.where(scored, advantages, 0.0)), row, 0.0)
-    return torch.where(valid, torch.where(of_row(flat, row, False), shaped, others), 0.0)
+    others = spread_rows(known(torch.where(scored, advantages, 0.0)), batch, 0.0)
+    return torch.where(valid, torch.where(spread_rows(flat, batch, False), shaped, others), 0.0)
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -215,7 +213,7 @@ def otb(
     if batch.rows:
         reached = torch.where(valid_tokens(batch), token, batch.total_tokens)
         first = first.scatter_reduce(0, row.clamp(min=0), reached, "amin")
-    position = token - of_row(first, row, 0)
+    position = token - spread_rows(first, batch, 0)
     return _against_positions(
         token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance, position, backend
     )
@@ -274,7 +272,7 @@ def _against_positions(
     values, energy = torch.where(valid, token_rewards, 0.0), torch.where(valid, energy, 0.0)
     returns = scan(values, torch.ones_like(values), batch.cu_seqlens, backend)
     weight = recurrence(energy, torch.ones_like(energy), batch.cu_seqlens, forward=True, backend=backend)
-    groups = torch.zeros_like(row) if group_ids is None else of_row(group_ids.to(torch.int64), row, -1)
+    groups = torch.zeros_like(row) if group_ids is None else spread_rows(group_ids.to(torch.int64), batch, -1)
     ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
     centred = about_group(returns, token_rewards, ids, mask=valid, backend=backend)
     # A certain token weighs nothing but is a response: the other one at its position is not alone.
@@ -358,7 +356,7 @@ def _trajectories(batch: PackedBatch) -> Chains:
     """The valid tokens of each trajectory, through all its rows."""
     row = batch.row_of_token()
     of_rows = torch.arange(batch.rows, device=row.device) if batch.trajectories is None else batch.trajectories[0]
-    return chains(torch.where(valid_tokens(batch), of_row(of_rows, row, -1), -1))
+    return chains(torch.where(valid_tokens(batch), spread_rows(of_rows, batch, -1), -1))
 
 
 def _along_trajectories(
@@ -431,7 +429,7 @@ def t_ppo(
         following[:-1] = torch.where(row[1:] == row[:-1], found[1:], 0.0)
         return following
 
-    cut = of_row(is_truncated, row, False) & (behind(seen) == 0)
+    cut = spread_rows(is_truncated, batch, False) & (behind(seen) == 0)
     following = torch.where(cut, value, behind(value))
     exact = token_rewards.double() + gamma * following.double() - value  # values far from 0 cancel
     difference = torch.where(valid, exact, 0.0)

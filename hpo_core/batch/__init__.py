@@ -1,7 +1,18 @@
 """How tokens form rows, and rows form the levels above them."""
 
 from .cuts import MicroBatch
-from .hierarchy import Hierarchy, LeafTables, alone_without, first_ranges, of_row, renumber, row_at, row_counts
+from .hierarchy import (
+    Hierarchy,
+    LeafTables,
+    alone_without,
+    first_ranges,
+    of_row,
+    renumber,
+    row_at,
+    row_counts,
+    rows_of_tokens,
+    spread_rows,
+)
 from .packed import PackedBatch, as_batch
 from .padded import takes_padded
 
@@ -17,5 +28,7 @@ __all__ = [
     "renumber",
     "row_at",
     "row_counts",
+    "rows_of_tokens",
+    "spread_rows",
     "takes_padded",
 ]

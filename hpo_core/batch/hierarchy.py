@@ -111,12 +111,27 @@ def row_at(batch: PackedBatch, token: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(batch.cu_seqlens[1:].contiguous(), token, right=True)
 
 
+def rows_of_tokens(batch: PackedBatch) -> torch.Tensor:
+    """:func:`row_at` of every token ``[T]``, int32, with which a gather takes half the time. A search for each token
+    would take forty times as long."""
+    tokens = batch.total_tokens
+    # Offsets of a batch that nothing has validated may descend, and repetitions have to add up to T.
+    ends = batch.cu_seqlens[1:].clamp(0, tokens).cummax(0).values
+    lengths = ends.diff(prepend=ends.new_zeros(1), append=ends.new_full((1,), tokens))
+    return torch.repeat_interleave(lengths, output_size=tokens).to(torch.int32)
+
+
 def row_counts(batch: PackedBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
     """The valid tokens of each row, ``[S]`` int64; with a mask ``[T]`` the chosen ones among them."""
     mask = batch.mask
     if chosen is not None:
         mask = (chosen if mask is None else chosen & mask).contiguous()
     return ops.row_counts(mask, batch.cu_seqlens, batch.total_tokens, None)
+
+
+def spread_rows(values: torch.Tensor, batch: PackedBatch, nowhere: float) -> torch.Tensor:
+    """Values of rows ``[S]`` at their tokens ``[T]``, ``nowhere`` outside all rows."""
+    return torch.cat((values, values.new_full((1,), nowhere))).index_select(0, batch.once(rows_of_tokens))
 
 
 def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Tensor:

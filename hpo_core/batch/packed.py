@@ -12,7 +12,17 @@ from ..arguments import examines
 from ..checks import check, check_device, check_real, check_shape, examined, require_type
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
-from .hierarchy import Hierarchy, LeafTables, first_ranges, hierarchy_of, of_row, row_at, row_counts, trajectories_of
+from .hierarchy import (
+    Hierarchy,
+    LeafTables,
+    first_ranges,
+    hierarchy_of,
+    of_row,
+    row_at,
+    row_counts,
+    rows_of_tokens,
+    trajectories_of,
+)
 from .immutable import STRUCTURE, Immutable
 from .levels import at_level
 from .structure import check_structure, check_zeros_and_ones, checked_tensors
@@ -226,7 +236,7 @@ class PackedBatch(Immutable):
 
     def row_of_token(self) -> torch.Tensor:
         """Row of every token ``[T]`` int64, -1 for tokens beyond the last offset."""
-        row = row_at(self, torch.arange(self.total_tokens, device=self.device))
+        row = self.once(rows_of_tokens).to(torch.int64)
         return torch.where(row < self.rows, row, -1)
 
     def is_first_token(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 import torch.distributed
 
-from ..batch import PackedBatch, of_row, row_counts
+from ..batch import PackedBatch, row_counts, spread_rows
 from ..checks import check, check_precise, check_scalar, check_tokens
 from ..distributed import gather
 from ..gates.inputs import valid_tokens
@@ -62,7 +62,7 @@ def ares_windows(
     ids = torch.zeros_like(batch.cu_seqlens[1:]) if batch.group_ids is None else batch.group_ids.to(torch.int64)
     threshold = _fitted_in_order(of_rows, ids, process_group, backend).at(ids)
     of_group = torch.where(threshold.members > 0, threshold.mean.to(means.dtype), torch.inf)
-    return means >= of_row(of_group, batch.row_of_token(), torch.inf)
+    return means >= spread_rows(of_group, batch, torch.inf)
 
 
 def _fitted_in_order(
@@ -185,6 +185,6 @@ def ares_penalty_weights(
     check_difficulty(difficulty, batch.cu_seqlens[1:])
     check_three("beta", beta, batch.cu_seqlens)
     of_rows = at_difficulty(beta, difficulty, 0.0).to(beta.dtype)
-    of_token = of_row(of_rows, batch.row_of_token(), 0.0)
+    of_token = spread_rows(of_rows, batch, 0.0)
     weight = torch.where(mask, relief * of_token, of_token)
     return Selection(kl_weight=torch.where(valid_tokens(batch), weight, 0.0))

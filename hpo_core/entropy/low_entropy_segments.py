@@ -9,7 +9,7 @@ import torch
 
 from ..advantages.returns import once
 from ..advantages.terms import among, as_advantages, known
-from ..batch import PackedBatch, of_row, row_counts
+from ..batch import PackedBatch, row_counts, spread_rows
 from ..checks import check_rows, check_tokens
 from ..segments import chains, dense_ids, statistics
 from ..specs import Provenance
@@ -84,17 +84,17 @@ def less(
     given, row = read(batch, entropy=entropy), batch.row_of_token()
     some = row_counts(batch, given.usable) > 0
     alike = statistics(advantages.new_ones(batch.rows), outcomes(is_correct, batch), mask=some, backend=backend).members
-    share = 1 / of_row(alike.clamp(min=1), row, 1)
+    share = 1 / spread_rows(alike.clamp(min=1), batch, 1)
     _, low = _below(given, batch, quantile, backend)
     factor = torch.where(low, share, 1.0)
-    group = torch.zeros_like(row) if batch.group_ids is None else of_row(batch.group_ids, row, -1)
+    group = torch.zeros_like(row) if batch.group_ids is None else spread_rows(batch.group_ids, batch, -1)
     segment = among(dense_ids(group, segment_ids), given.usable)
     of_rows = once(chains(dense_ids(segment, row)))
-    right = of_row(is_correct, row, False).float()
+    right = spread_rows(is_correct, batch, False).float()
     shared = statistics(right, segment, weights=of_rows, backend=backend)
     found = torch.where(shared.least == shared.greatest, torch.maximum(factor, shared.members * share), 0.0)
     factor = torch.where(shared.members > 0, found, factor)
-    own = known(of_row(advantages.double(), row, 0.0) * factor)
+    own = known(spread_rows(advantages.double(), batch, 0.0) * factor)
     return as_advantages(torch.where(given.broken, torch.nan, torch.where(given.usable, own, 0.0)), advantages, backend)
 
 
@@ -108,5 +108,5 @@ def _below(
     scaled = n * q.numerator
     nearest = scaled // q.denominator + (2 * (scaled % q.denominator) >= q.denominator)
     of_rows = of_sorted_rows(given, batch, torch.minimum(nearest, n - 1), backend)
-    border, values = of_row(of_rows, batch.row_of_token(), torch.inf), given.values.to(of_rows.dtype)
+    border, values = spread_rows(of_rows, batch, torch.inf), given.values.to(of_rows.dtype)
     return given.usable & (values < border), given.usable & (values <= border)

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from ..batch import PackedBatch, of_row
+from ..batch import PackedBatch, spread_rows
 from ..checks import check, check_rows, check_tokens
 from ..gates.token_level import check_epsilons
 from ..specs import Provenance
@@ -149,5 +149,5 @@ def ulorl(
     check_rows(batch, is_correct=is_correct)
     given, row = read(batch, entropy=entropy, logp=logp), batch.row_of_token()
     mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
-    settled = of_row(is_correct & (mean < sigma), row, False)
+    settled = spread_rows(is_correct & (mean < sigma), batch, False)
     return given.selected(~(settled & (given.also(logp) >= math.log(probability))))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..arguments import check_compat, check_pair
-from ..batch import PackedBatch, of_row, row_counts
+from ..batch import PackedBatch, row_counts, spread_rows
 from ..checks import check, check_device, check_precise, check_rows, check_scalar, check_tokens
 from ..distributed import sum_in_order
 from ..gates.inputs import valid_tokens
@@ -59,8 +59,7 @@ def entropy_band(
     """
     check_rows(batch, low=low, high=high)
     values, usable = _differentiable(entropy, batch)
-    row = batch.row_of_token()
-    edges = [of_row(edge.detach().double(), row, 0.0) for edge in (low, high)]
+    edges = [spread_rows(edge.detach().double(), batch, 0.0) for edge in (low, high)]
     distance = two_knot(values, low=(edges[0], -1.0), high=(edges[1], 1.0))
     return _summed(torch.where(usable, distance, 0.0), usable, batch, weights, entropy.dtype)
 
@@ -171,6 +170,6 @@ def _summed(
 ) -> torch.Tensor:
     """``sum_t w[s(t)] v_t`` in a fixed order, 0-dim."""
     check_rows(batch, weights=weights)
-    of_token = of_row(weights.detach().double(), batch.row_of_token(), 0.0)
+    of_token = spread_rows(weights.detach().double(), batch, 0.0)
     terms = torch.where(usable, of_token, 0.0) * values
     return sum_in_order(terms).to(dtype)

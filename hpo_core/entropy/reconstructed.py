@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from ..advantages.terms import as_advantages, known
-from ..arguments import constant
+from ..advantages.terms import among, as_advantages, known
+from ..arguments import check_compat, constant
 from ..batch import PackedBatch
 from ..checks import check, check_rows, check_tokens, check_units
 from ..reference.terms import SATURATION
@@ -166,7 +166,9 @@ def seed_grpo(
     cluster_ids: torch.Tensor,
     group_ids: torch.Tensor | None,
     *,
-    alpha: float = 1.0,
+    alpha: float = 0.02,
+    mean_logp: torch.Tensor | None = None,
+    compat: str = "paper",
     backend: str | None = None,
 ) -> torch.Tensor:
     """SEED-GRPO: advantages times ``1 - alpha SE / log G``, SE the semantic entropy of the prompt's G answers (arXiv
@@ -179,31 +181,51 @@ def seed_grpo(
         advantages: ``[S]``, in the paper :func:`hpo_core.advantages.dr_grpo`'s.
         cluster_ids: ``[S]``, equal for answers with the same meaning; negative: its meaning is unknown, and the answer
             is none of the G.
-        alpha: no number is known; at 1 a prompt whose answers all differ teaches nothing.
+        alpha: 0.02 in the paper, 0.0417 in the release: no factor is below 0.96 there. At 1 a prompt whose answers all
+            differ teaches nothing in the form of the paper.
+        mean_logp: ``[S]``, the mean log-probability of an answer's tokens: its exponential is what an answer counts in
+            p, as in the release. None: all count the same. NaN or infinite: the answer is none of the G.
+        compat: the ``"code"`` of the release is ``1 / (1 + alpha SE / log G)``, ``SE = -sum_k p_k log p_k``. An answer
+            that it cannot read is a cluster of its own.
 
-    Assumed: of the three functions that are named (linear, exponential, focal) the linear one, and shares of answers,
-    where the paper sums their probabilities.
+    Assumed: of the three functions that the paper names (linear, exponential, focal) the linear one, and shares of
+    answers, where the paper sums their probabilities. The release was read in two descriptions that agree, and a port
+    (liv-daliberti/maxent-grpo e7a589c) ran beside ``compat="code"``.
 
-    >>> seed_grpo(torch.ones(4), torch.tensor([0, 0, 1, 1]), None)
+    >>> seed_grpo(torch.ones(4), torch.tensor([0, 0, 1, 1]), None, alpha=1.0)
     tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
-    check_units(advantages=advantages, cluster_ids=cluster_ids, group_ids=group_ids)
-    surprise = _surprise(cluster_ids, group_ids, per_cluster=True, backend=backend)
+    check_units(advantages=advantages, cluster_ids=cluster_ids, group_ids=group_ids, mean_logp=mean_logp)
+    check(0 <= alpha < math.inf, "alpha: expected a finite number >= 0, got {}", alpha)
+    as_code = check_compat(compat)
+    if mean_logp is not None:
+        cluster_ids = among(cluster_ids, torch.isfinite(mean_logp))
+    surprise = _surprise(cluster_ids, group_ids, mean_logp, per_cluster=not as_code, backend=backend)
     size = statistics(torch.ones_like(advantages), group_ids, mask=cluster_ids >= 0, backend=backend).members
     most = constant(torch.where(size > 1, size, math.e).log(), keeps_doubles=backend == "reference")  # as their mean is
-    factor = torch.where(size > 1, 1 - alpha * surprise / most, 1.0)
+    share = alpha * surprise / most
+    factor = torch.where(size > 1, 1 / (1 + share) if as_code else 1 - share, 1.0)
     return as_advantages(known(advantages.detach().double() * factor), advantages, backend)
 
 
 def _surprise(
-    cluster_ids: torch.Tensor, group_ids: torch.Tensor | None, *, per_cluster: bool, backend: str | None
+    cluster_ids: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    mean_logp: torch.Tensor | None = None,
+    *,
+    per_cluster: bool,
+    backend: str | None,
 ) -> torch.Tensor:
     """The mean of ``-log p`` over a group's units, or over its clusters, at each unit: ``[U]`` float64."""
     units = torch.ones_like(cluster_ids, dtype=torch.float32)
     groups = torch.zeros_like(cluster_ids) if group_ids is None else group_ids
-    of_cluster = statistics(units, dense_ids(groups, cluster_ids), backend=backend).members
-    known_unit = of_cluster > 0
-    of_group = statistics(units, groups, mask=known_unit, backend=backend).members
-    surprise = (of_group.clamp(min=1) / of_cluster.clamp(min=1)).log()
-    weights = 1 / of_cluster.clamp(min=1) if per_cluster else torch.ones_like(of_cluster)
+    mass = units
+    if mean_logp is not None:
+        most = statistics(mean_logp, groups, mask=cluster_ids >= 0, backend=backend).greatest
+        mass = constant((mean_logp.double() - most).exp(), keeps_doubles=backend == "reference")
+    of_cluster = statistics(units, dense_ids(groups, cluster_ids), weights=mass, backend=backend)
+    known_unit = of_cluster.members > 0
+    of_group = statistics(units, groups, weights=mass, mask=known_unit, backend=backend).weight
+    surprise = torch.where(known_unit, of_group / of_cluster.weight, 1.0).log()
+    weights = 1 / of_cluster.members.clamp(min=1) if per_cluster else mass
     return statistics(surprise, groups, weights=weights, mask=known_unit, backend=backend).mean

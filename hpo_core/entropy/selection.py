@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..arguments import check_flag
-from ..batch import PackedBatch, of_row
+from ..batch import PackedBatch, spread_rows
 from ..checks import check, require_type
 from ..gates import GateInputs
 from ..kl import KLPenalty
@@ -144,7 +144,7 @@ def shaped_advantages(
     if factor is None and addend is None:
         return advantages, per_token
     if not per_token:
-        advantages = of_row(advantages, batch.once(PackedBatch.row_of_token), 0.0)
+        advantages = spread_rows(advantages, batch, 0.0)
     if factor is not None:
         factor = token("advantage_factor", factor)
         advantages = advantages.reshape(factor.shape) * factor

@@ -14,7 +14,7 @@ import torch
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, known
 from ..arguments import check_compat
-from ..batch import PackedBatch, first_ranges, of_row, row_counts
+from ..batch import PackedBatch, first_ranges, of_row, row_counts, spread_rows
 from ..checks import check, check_rows, check_units
 from ..segments import chains, statistics
 from ..specs import Provenance
@@ -177,7 +177,7 @@ def ucas(
     tensor([ 1.2840,  1.0000, -1.4191])
     """
     check_rows(batch, advantages=advantages, confidence=confidence)
-    given, row = read(batch, logits=logits), batch.row_of_token()
+    given = read(batch, logits=logits)
     group = statistics(confidence, batch.group_ids, backend=backend)
     deviation = group.deviation(1)
     c = torch.where(deviation > 0, (confidence.double() - group.mean) / deviation, 0.0)
@@ -186,11 +186,11 @@ def ucas(
     ends = statistics(given.values.to(given.dtype), None, mask=given.usable, backend=backend)
     span = ends.greatest - ends.least
     scaled = torch.where(span > 0, (given.values - ends.least) / span, 0.0)
-    of_token = of_row(shaped, row, 0.0)
+    of_token = spread_rows(shaped, batch, 0.0)
     final = of_token - certainty * scaled
     final = torch.where(of_token > 0, final.clamp(min=0), final)
     exact = known(torch.where(given.usable, final, 0.0))
-    broken = given.broken | given.usable & ~of_row(torch.isfinite(confidence), row, True)
+    broken = given.broken | given.usable & ~spread_rows(torch.isfinite(confidence), batch, True)
     return as_advantages(torch.where(broken, torch.nan, exact), advantages, backend)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from ..arguments import check_compat, check_pair, examines
-from ..batch import PackedBatch, of_row, row_counts
+from ..batch import PackedBatch, row_counts, spread_rows
 from ..checks import check, check_rows
 from ..segments import statistics
 from ..specs import OrderRule, Provenance
@@ -129,18 +129,18 @@ def hicra_tokens(
     """
     check_rows(batch, advantages=advantages)
     below = 1 - exact_fraction("share", share)
-    given, row = read(batch, entropy=entropy), batch.row_of_token()
+    given = read(batch, entropy=entropy)
     length = row_counts(batch, given.usable)
     border = of_sorted_rows(
         given, batch, torch.div(length * below.numerator, below.denominator, rounding_mode="floor"), backend
     )
-    above = given.usable & (given.values.to(border.dtype) > of_row(border, row, torch.inf))
+    above = given.usable & (given.values.to(border.dtype) > spread_rows(border, batch, torch.inf))
     with shared_by(process_group):
         group = statistics(length.float(), batch.group_ids, mask=length > 0, backend=backend)
     # In integers: a mean that is rounded would decide about a row of exactly that length. No group: no mean.
     is_long = length * group.members > (group.mean * group.members).round()
     is_long = is_long | (group.members == 0)
-    return above & of_row((advantages > 0) & is_long, row, False)
+    return above & spread_rows((advantages > 0) & is_long, batch, False)
 
 
 @preset(Provenance.PAPER)
@@ -182,7 +182,7 @@ def d3s_tokens(
     kept = given.usable
     if rows_mask is not None:
         check_rows(batch, rows_mask=rows_mask)
-        kept = kept & of_row(rows_mask, batch.row_of_token(), False)
+        kept = kept & spread_rows(rows_mask, batch, False)
     score = advantages_of_tokens(advantages, batch, advantage_level).abs() * given.values
     score = torch.where(kept, score, torch.nan).to(given.dtype)
     count = torch.isfinite(score).sum()

@@ -6,7 +6,7 @@ import torch
 
 from ..advantages.terms import as_advantages, known
 from ..arguments import constant
-from ..batch import PackedBatch, of_row, row_counts
+from ..batch import PackedBatch, row_counts, spread_rows
 from ..checks import check_rows
 from ..gates.inputs import place_in_row
 from ..segments import dense_ids, statistics
@@ -51,9 +51,9 @@ def gtpo(
     tensor([1.0500, 1.1500, 1.1500, 1.0500])
     """
     check_rows(batch, is_correct=is_correct)
-    given, row = read(batch, entropy=entropy), batch.row_of_token()
-    outcome = of_row(outcomes(is_correct, batch), row, -1)
-    right = of_row(is_correct, row, False)
+    given = read(batch, entropy=entropy)
+    outcome = spread_rows(outcomes(is_correct, batch), batch, -1)
+    right = spread_rows(is_correct, batch, False)
     position = torch.where(given.usable, place_in_row(given.usable, batch), -1)
     sharers = dense_ids(outcome, position)
     shared = _shared(given.values, right, sharers, outcome, given.usable & (outcome >= 0), alpha, normalised, backend)

@@ -76,24 +76,22 @@ def bapo_bounds(
     check_policies(batch, logp, old_logp)
     advantage = per_token(advantages, batch, advantage_level).double()
     ratio = (logp.detach().double() - old_logp.double()).clamp(-20, 20).exp()  # as verl does
-    counted = valid_tokens(batch) & advantage.isfinite() & ~ratio.isnan()
+    counted = valid_tokens(batch) & (advantage.abs() < torch.inf) & ~ratio.isnan()
+    negative, positive = (torch.where(counted, (sign * advantage).clamp(min=0), 0.0) for sign in (-1, 1))
+    ratio = torch.where(counted, ratio, 0.0)
     heights = [high[0]]
     while heights[-1] < high[1]:
         heights.append(min(heights[-1] + step, high[1]))
 
-    def contribution(sign: int, bounded: torch.Tensor) -> torch.Tensor:
-        """The sum over tokens whose advantage has this sign."""
-        return sum_in_order(torch.where(counted & (sign * advantage > 0), sign * advantage * bounded, 0.0))
-
-    sums = [contribution(-1, ratio.clamp(min=lower)) for lower in low]
-    sums += [contribution(1, ratio.clamp(max=upper)) for upper in heights]
+    sums = [sum_in_order(ratio.clamp(min=lower).mul_(negative)) for lower in low]
+    sums += [sum_in_order(ratio.clamp(max=upper).mul_(positive)) for upper in heights]
     every = torch.stack(sums)
     if process_group is not None:
         every = sum_in_order(torch.stack(gather(every, process_group), -1))
-    (begin, end), positive = every[:2], every[2:]
-    stays = positive[0] >= target * begin
+    (begin, end), pulled = every[:2], every[2:]
+    stays = pulled[0] >= target * begin
     found = torch.full_like(end, high[1])
-    for height, contributed in zip(reversed(heights), reversed(positive.unbind()), strict=True):
+    for height, contributed in zip(reversed(heights), reversed(pulled.unbind()), strict=True):
         found = torch.where(contributed >= target * end, height, found)  # a search on the host would synchronise
     lower, upper = torch.where(stays, low[0], torch.full_like(end, low[1])), torch.where(stays, high[0], found)
     return GateInputs(bounds=(lower.float().repeat(logp.numel()), upper.float().repeat(logp.numel())))

@@ -6,7 +6,7 @@ import torch
 
 from ..arguments import examines
 from ..checks import check, check_precise
-from .inputs import draws_of
+from .draws import draws_of
 
 _BETWEEN_SEEDS = 1_000_003
 

@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch
+from ..batch import PackedBatch, row_counts, spread_rows
 from ..checks import check
 from .inputs import check_policies, of_tokens, per_token, valid_tokens
 from .ratio_gate import GateInputs, RatioGate
@@ -91,13 +91,9 @@ def fipo_weight(
     x = torch.where(valid, logp.detach() - old_logp.detach(), 0.0)
     beyond = x > math.log(ratio_dual)
     counted = torch.where(beyond, 0.0, x).nan_to_num(0.0, neginf=_LEAST_LOG).clamp(min=_LEAST_LOG)
-    decay = torch.full_like(counted, 2.0 ** (-1.0 / half_life))
-    rows = batch.cu_seqlens.to(torch.int64).contiguous()
-    future = ops.recurrence(counted.double(), decay.double(), rows, None).float()
+    decay = torch.full_like(counted, 2.0 ** (-1.0 / half_life)).double()
+    future = ops.recurrence(counted.double(), decay, batch.cu_seqlens, None).float()
     weight = future.exp().clamp(1.0 - eps_low, 1.0 + eps_high)
     weight = torch.where(negative & (x > math.log(ratio_unsafe)), weight.clamp(*_UNSAFE), weight)
-    row = batch.row_of_token()
-    of_row = torch.where(row < 0, batch.rows, row)
-    touched = (negative & beyond).to(torch.int64)
-    often = touched.new_zeros(batch.rows + 1).index_add(0, of_row, touched) > most_dual
-    return GateInputs(token_mask=valid & ~often[of_row], token_weight=weight.to(logp.dtype))
+    often = spread_rows(row_counts(batch, negative & beyond) > most_dual, batch, False)
+    return GateInputs(token_mask=valid & ~often, token_weight=weight.to(logp.dtype))

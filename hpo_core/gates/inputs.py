@@ -14,10 +14,11 @@ import torch
 
 from .. import ops
 from ..arguments import check_compat, examines, parameter_names
-from ..batch import PackedBatch, alone_without, of_row, renumber, takes_padded
+from ..batch import PackedBatch, alone_without, renumber, row_counts, rows_of_tokens, spread_rows, takes_padded
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
 from ..distributed import sum_in_order
 from ..specs import GroupStatistics, OrderRule
+from .draws import draws_of_places
 from .ratio_gate import GateInputs
 from .token_level import check_epsilons
 
@@ -199,12 +200,15 @@ def clip_cov_mask(
     check(low <= high, "low: expected low <= high, got {} and {}", low, high)
     check_epsilons(eps_low, eps_high)
     check_policies(batch, logp, old_logp)
-    covariance, advantage, counted = _covariance(logp, advantages, batch, advantage_level)
-    ratio = torch.where(counted, logp.detach() - old_logp, torch.zeros_like(logp)).exp()
-    clipped = ((advantage > 0) & (ratio > 1 + eps_high)) | ((advantage < 0) & (ratio < 1 - eps_low))
-    eligible = counted & (covariance > low) & (covariance < high) & ~clipped & ~ratio.isnan()
-    draw = draws_of(torch.arange(logp.numel(), device=logp.device), seed)
-    return GateInputs(token_mask=~_greatest(draw, eligible, share, batch, counted))
+    is_per_token, values = _advantages(advantages, batch, advantage_level)
+    covariance, counted, n = _covariance(logp, is_per_token, values, batch)
+    ratio = (logp.detach() - old_logp).exp()
+    least = torch.zeros_like(values, dtype=ratio.dtype).masked_fill(values < 0, 1 - eps_low)
+    most = torch.full_like(values, torch.inf, dtype=ratio.dtype).masked_fill(values > 0, 1 + eps_high)
+    if not is_per_token:
+        least, most = (spread_rows(bound, batch, 0.0) for bound in (least, most))
+    eligible = counted & (ratio >= least) & (ratio <= most) & (covariance > low) & (covariance < high)
+    return GateInputs(token_mask=~_greatest(draws_of_places(logp, seed), eligible, share, batch, n))
 
 
 @of_tokens
@@ -227,8 +231,8 @@ def kl_cov_mask(
     >>> kl_cov_mask(torch.tensor([-0.1, -6.0, -0.1, -5.0]), torch.tensor([2.0, -2.0]), batch).penalty_mask
     tensor([ True, False, False, False])
     """
-    covariance, _, counted = _covariance(logp, advantages, batch, advantage_level)
-    return GateInputs(penalty_mask=_greatest(covariance, counted, share, batch, counted))
+    covariance, counted, n = _covariance(logp, *_advantages(advantages, batch, advantage_level), batch)
+    return GateInputs(penalty_mask=_greatest(covariance, counted, share, batch, n))
 
 
 @of_tokens
@@ -300,22 +304,34 @@ def vaco_mask(
     valid = valid_tokens(batch)
     x = torch.where(valid, logp.detach().double() - old_logp.detach(), 0.0)
     moved = x.clamp(max=20).expm1().abs().float()
-    mean = GroupStatistics(*ops.group_statistics(moved, batch.once(PackedBatch.row_of_token), None, valid, None)).mean
+    counted = valid & ~moved.isnan()
+    known = torch.where(counted, moved, 0.0).double()
+    behind = ops.recurrence(known, torch.ones_like(known), batch.cu_seqlens, None)  # to the end of the row
+    total = torch.nn.functional.pad(behind, (0, 1))[batch.cu_seqlens[:-1].clamp(0, logp.numel())]
+    strayed = spread_rows(total / row_counts(batch, counted) > delta, batch, False)
     away = x.sign() * per_token(advantages, batch, advantage_level) > 0
-    return GateInputs(token_mask=valid & ~((mean > delta) & away))
+    return GateInputs(token_mask=valid & ~(strayed & away))
 
 
 @examines
-def bpo_target(advantages: torch.Tensor, eps: float = 0.2) -> GateInputs:
+def bpo_target(advantages: torch.Tensor, eps: float = 0.2, *, temperature: float = 0.0) -> GateInputs:
     """``gate_inputs`` for :func:`bpo`: targets ``1 + eps sign A``, in the shape of ``advantages`` (arXiv
     2604.18578).
+
+    Args:
+        temperature: above 0 targets are ``1 - eps + 2 eps sigmoid(A / temperature)``, the authors' code: 0.001 and
+            an eps of 0.3 in its recipes of MuJoCo and Atari. 0: the limit. A is a return about a learned median here,
+            and about a value in the loss.
 
     >>> bpo_target(torch.tensor([2.0, -1.0])).target
     tensor([1.2000, 0.8000])
     """
     check_precise("advantages", advantages, "use advantages.float()")
     check(0 <= eps <= 1, "eps: expected an epsilon in [0, 1], got {}", eps)
-    return GateInputs(target=1 + eps * advantages.detach().sign())
+    check(0 <= temperature < math.inf, "temperature: expected a finite number >= 0, got {}", temperature)
+    given = advantages.detach()
+    side = given.sign() if temperature == 0 else 2 * torch.sigmoid(given / temperature) - 1
+    return GateInputs(target=1 + eps * side)
 
 
 @examines
@@ -369,7 +385,7 @@ def check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tenso
 
 
 def valid_tokens(batch: PackedBatch) -> torch.Tensor:
-    inside = batch.once(PackedBatch.row_of_token) >= 0
+    inside = batch.once(rows_of_tokens) < batch.rows
     return inside if batch.mask is None else inside & batch.mask.reshape(-1)
 
 
@@ -377,50 +393,44 @@ def place_in_row(tokens: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """How many of these tokens, ``[T]`` bool, come before each token in its row; no number of use outside all rows."""
     before = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))
     first = before[batch.cu_seqlens[:-1].clamp(0, tokens.numel())]
-    return before[:-1] - of_row(first, batch.once(PackedBatch.row_of_token), 0)
+    return before[:-1] - spread_rows(first, batch, 0)
 
 
 def per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:
     """``[T]`` from those of any level."""
+    is_per_token, values = _advantages(advantages, batch, level)
+    return values if is_per_token else spread_rows(values, batch, 0.0)
+
+
+def _advantages(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> tuple[bool, torch.Tensor]:
+    """Whether there is one for every token, and those of tokens ``[T]`` or rows ``[S]``."""
     check_precise("advantages", advantages, "use advantages.float()")
-    is_per_token, values = batch.of_level("advantages", advantages, level, (batch.total_tokens,))
-    return values if is_per_token else of_row(values, batch.once(PackedBatch.row_of_token), 0.0)
+    return batch.of_level("advantages", advantages, level, (batch.total_tokens,))
 
 
 def _covariance(
-    logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, level: str | None
+    logp: torch.Tensor, is_per_token: bool, advantages: torch.Tensor, batch: PackedBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The covariance of advantage and log-probability, the advantage, and whether both are numbers; each ``[T]``."""
+    """The covariance of advantage and log-probability ``[T]``, which tokens count, because both are numbers, and how
+    many; what the others have means nothing."""
     check_policies(batch, logp)
-    advantage, logp = per_token(advantages, batch, level), logp.detach()
-    counted = valid_tokens(batch) & advantage.isfinite() & logp.isfinite()
-    n = counted.sum().clamp(min=1)
-    centred = []
-    for values in (advantage, logp):
-        kept = values.to(torch.float64, copy=True).masked_fill_(~counted, 0.0)
-        centred.append(kept.sub_(sum_in_order(kept) / n))
-    return centred[0].mul_(centred[1]).masked_fill_(~counted, 0.0), advantage, counted
+    known = advantages.abs() < torch.inf
+    inside = known if is_per_token else spread_rows(known, batch, False)
+    counted = valid_tokens(batch) & inside & (logp.detach().abs() < torch.inf)
+    members = counted if is_per_token else row_counts(batch, counted)
+    n = members.sum()
+    own, centred = advantages.detach().double(), logp.detach().to(torch.float64, copy=True)
+    own = own.masked_fill(members == 0, 0.0)
+    own = own - sum_in_order(own * members) / n.clamp(min=1)
+    centred.sub_(sum_in_order(centred.masked_fill_(~counted, 0.0)) / n.clamp(min=1))
+    return centred.mul_(own if is_per_token else spread_rows(own, batch, 0.0)), counted, n
 
 
 def _greatest(
-    key: torch.Tensor, eligible: torch.Tensor, share: float, batch: PackedBatch, counted: torch.Tensor
+    key: torch.Tensor, eligible: torch.Tensor, share: float, batch: PackedBatch, n: torch.Tensor
 ) -> torch.Tensor:
-    """Of n counted tokens the ``max(1, floor(share n))`` eligible ones of greatest float32 key, equal ones in order."""
+    """Of n tokens the ``max(1, floor(share n))`` eligible ones of greatest float32 key, equal ones in order."""
     check(0 <= share <= 1, "share: expected a number in [0, 1], got {}", share)
-    wanted = (share * counted.sum().double()).floor().clamp(min=1).long().reshape(1)
+    wanted = (share * n.double()).floor().clamp(min=1).long().reshape(1)
     segments = ops.segments_of_call(batch.cu_seqlens, key.numel())
     return ops.select_exact(key.float(), segments, torch.zeros_like(segments[1:]), wanted, None, eligible, None)
-
-
-def draws_of(numbers: torch.Tensor, seed: int) -> torch.Tensor:
-    """A pseudo-random number for every int64: splitmix64 of (seed, number), its upper 53 bits."""
-    golden, first, second = -7046029254386353131, -4658895280553007687, -7723592293110705685
-    z = (numbers + 1).mul_(golden).add_((seed * 6364136223846793005 + (1 << 63)) % (1 << 64) - (1 << 63))
-    for shift, factor in ((30, first), (27, second)):
-        z.bitwise_xor_(_shifted(z, shift)).mul_(factor)
-    return _shifted(z.bitwise_xor_(_shifted(z, 31)), 11)
-
-
-def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """``z >> bits`` of unsigned numbers."""
-    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)

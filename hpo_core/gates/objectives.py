@@ -42,8 +42,8 @@ def spo(eps: float = 0.2) -> RatioGate:
 def bpo() -> RatioGate:
     """BPO: ``loss_t = |A| |r - target|``, the ratio pulled to the optimum of a bounded step (arXiv 2604.18578).
 
-    Pass ``gate_inputs=bpo_target(advantages)``, ``1 + epsilon sign A``. The gradient is ``w |A| sign(r - target) r``:
-    PPO's at r = 1, and backwards beyond the target.
+    Pass ``gate_inputs=bpo_target(advantages)``, ``1 + epsilon sign A`` or its smooth form. The gradient is
+    ``w |A| sign(r - target) r``: PPO's at r = 1, and backwards beyond the target.
 
     >>> bpo().takes_target
     True

@@ -84,7 +84,8 @@ def mdpo(tau: float = 0.1) -> RatioGate:
     gradient is ``-w r (A - tau x)``; :func:`dro` and :func:`kimi` are its approximations near r = 1.
 
     Args:
-        tau: 0.1, as Kimi's; the paper anneals it.
+        tau: 0.1, as Kimi's. The authors' code anneals it, ``1 / (1 - progress)`` from 1 on, and has the divergence of
+            the two distributions where a sample of the old policy stands here.
 
     >>> mdpo().head.name
     'MIRROR'

@@ -57,7 +57,7 @@ def m2po_mask(
 ) -> GateInputs:
     """``gate_inputs`` for :func:`m2po`: a mask without the largest log-ratios, until the mean of the other squares is
     below ``threshold`` (arXiv 2510.01161 as AReaL has it; 0.04). The smallest stays, whatever it is, as there.
-    ``process_group``: the mean is that of the tokens of these ranks together, whose squares it gathers.
+    ``process_group``: the mean is that of the tokens of these ranks together, whose log-ratios it gathers.
 
     Traps: AReaL takes the ratio of the proximal policy to the sampler, which no step of the minibatches moves:
     ``m2po_mask(old_logp, rollout_logp, batch)``, and keeps PPO's clip: ``ppo_clip`` with this mask. The authors' own
@@ -69,10 +69,9 @@ def m2po_mask(
     check(threshold >= 0, "threshold: expected a mean square >= 0, got {}", threshold)
     check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
-    square = torch.where(valid, logp.detach() - old_logp, torch.zeros_like(logp)).double().square()
-    every, own = _of_ranks(torch.where(valid, square, torch.inf), process_group)
-    ordered, order = every.sort(stable=True)
-    means = running_sum(ordered) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
+    every, own = _of_ranks(torch.where(valid, (logp.detach() - old_logp).abs(), torch.inf), process_group)
+    ordered, order = _ascending(every)
+    means = running_sum(ordered.double().square()) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
     kept = means < threshold  # means of ascending numbers ascend
     kept[:1] = True
     return GateInputs(token_mask=torch.empty_like(kept).scatter_(0, order, kept)[own] & valid)
@@ -100,7 +99,7 @@ def m2po_bounds(
         logp: of the current policy: the bounds belong to this minibatch.
         budget: 0.04 as in the recipes, which set no least width of the clip either.
         advantage_level: as in :func:`~hpo_core.policy_loss`.
-        process_group: the tokens are those of these ranks together, whose squares it gathers; all have the same bounds.
+        process_group: the tokens are those of these ranks together, which gather their log-ratios; the bounds are one.
 
     A token whose advantage or log-ratio is not finite has no say. The token that tau is of passes (in the code rounding
     decides): the bounds lie a millionth outside.
@@ -113,8 +112,9 @@ def m2po_bounds(
     check(0 <= budget < math.inf, "budget: expected a mean square >= 0, got {}", budget)
     check_policies(batch, logp, old_logp)
     advantage, x = per_token(advantages, batch, advantage_level), (logp.double() - old_logp.double()).detach()
-    ahead = valid_tokens(batch) & advantage.isfinite() & x.isfinite() & (advantage.sign() * x > 0)
-    ordered = _of_ranks(torch.where(ahead, x.square(), torch.inf), process_group)[0].sort().values
+    moved = advantage.sign() * x
+    ahead = valid_tokens(batch) & (advantage.abs() < torch.inf) & (moved > 0) & (moved < torch.inf)
+    ordered = _ascending(_of_ranks(torch.where(ahead, moved, torch.inf), process_group)[0])[0].square()
     n, place = ordered.isfinite().sum(), torch.arange(ordered.numel(), device=ordered.device)
     known = torch.where(place < n, ordered, 0.0)
     added = running_sum(known)
@@ -125,6 +125,14 @@ def m2po_bounds(
     tau = torch.where((added <= budget * n).all(), torch.inf, tau)
     low, high = (each.exp().float().repeat(logp.numel()) for each in (-tau, tau))
     return GateInputs(bounds=(low, high))
+
+
+def _ascending(sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers without a sign in ascending order, equal ones as they stand, and where each was. Their bits have the same
+    order, and integers are sorted by their digits."""
+    of_bits = torch.int32 if sizes.dtype == torch.float32 else torch.int64
+    ordered, order = sizes.view(of_bits).sort(stable=True)
+    return ordered.view(sizes.dtype), order
 
 
 def _of_ranks(own: torch.Tensor, group: ProcessGroup | None) -> tuple[torch.Tensor, slice]:

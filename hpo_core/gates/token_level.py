@@ -223,12 +223,16 @@ def capo(eps_low: float = 0.2, eps_high: float = 0.2) -> RatioGate:
     """CAPO: PPO's clip on the tokens whose curvature the trainer accepts: pass ``gate_inputs=GateInputs(token_mask=)``
     (arXiv 2510.00819).
 
-    The paper keeps a token where the quadratic model of the step, ``m_H = g D + D H D / 2`` and ``m_F = D F D / 2`` of
-    a simulated optimiser step D, stays below 0.01 and 1e-4: that needs the optimiser, so it is the trainer's to
-    compute.
+    A token is kept where the quadratic model of the step, ``m_H = g D + D H D / 2`` and ``m_F = D F D / 2`` of a
+    simulated optimiser step D of the head, stays below ``|m_H| = 0.01`` and ``m_F = 1e-4``, the bounds of the authors'
+    recipe; without ``hessian_symmetric_clipping`` their code also drops every ``m_H < 0``. D needs the optimiser, so
+    the mask is the trainer's to compute.
 
     Args:
         eps_low, eps_high: as in :func:`ppo_clip`.
+
+    Traps: the authors divide by the tokens that a response keeps and by all responses: pass as ``weights``
+    ``aggregation.seq_mean_token_mean(batch, total=batch.rows, selected=token_mask)``.
 
     >>> capo().name
     'capo'

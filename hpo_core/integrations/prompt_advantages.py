@@ -15,11 +15,11 @@ from ..checks import check, require_type
 # Estimators that need no more than is given here: outcomes or token rewards, the mask, and the prompt of each response.
 ESTIMATORS = (
     *("a_star", "asymre", "bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_leave_one_out", "grpo_passk"),
-    *("lite_ppo", "maxrl", "mc_grpo", "ngrpo", "opo", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
+    *("lite_ppo", "maxrl", "mc_grpo", "ngrpo", "opo", "qae", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
 )
 
 # Those that divide by a deviation and have no form without.
-_DIVIDING = ("dgpo", "grpo", "grpo_leave_one_out", "lite_ppo", "mc_grpo", "ngrpo")
+_DIVIDING = ("dgpo", "grpo", "grpo_leave_one_out", "lite_ppo", "mc_grpo", "ngrpo", "qae")
 
 
 def check_prompt_estimator(estimator: Callable[..., torch.Tensor], trainer: str) -> None:

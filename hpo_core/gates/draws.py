@@ -1,0 +1,41 @@
+"""Pseudo-random numbers that depend on a seed and a place alone, whatever the device and its threads."""
+
+from __future__ import annotations
+
+import torch
+
+_SPREAD = 6364136223846793005  # a factor of seeds, of which near ones then differ in all bits
+
+
+def draws_of(numbers: torch.Tensor, seed: int) -> torch.Tensor:
+    """A pseudo-random number for every int64: splitmix64 of (seed, number), its upper 53 bits."""
+    golden, first, second = -7046029254386353131, -4658895280553007687, -7723592293110705685
+    z = (numbers + 1).mul_(golden).add_(_signed(seed * _SPREAD, 64))
+    return _shifted(_mixed(z, (30, first), (27, second), 31), 11)
+
+
+def draws_of_places(tokens: torch.Tensor, seed: int) -> torch.Tensor:
+    """A pseudo-random int32 for every place of ``tokens``, no two of which are equal."""
+    # A permutation of 64 bits, as the factor of the square is even. Without it seeds of opposite sign would draw alike.
+    key = seed * (2 * seed * _SPREAD + 1442695040888963407)
+    z = torch.arange(tokens.numel(), dtype=torch.int32, device=tokens.device)
+    z.mul_(_signed(key // 2**32 * 2 + 1, 32)).bitwise_xor_(_signed(key, 32))
+    return _mixed(z, (16, 569420461), (15, -749064809), 15)
+
+
+def _mixed(z: torch.Tensor, first: tuple[int, int], second: tuple[int, int], last: int) -> torch.Tensor:
+    """``z`` in place, after two rounds of a shift and a factor and a last shift."""
+    for shift, factor in (first, second):
+        z.bitwise_xor_(_shifted(z, shift)).mul_(factor)
+    return z.bitwise_xor_(_shifted(z, last))
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """``z >> bits`` of unsigned numbers."""
+    return (z >> bits).bitwise_and_((1 << (torch.iinfo(z.dtype).bits - bits)) - 1)
+
+
+def _signed(number: int, bits: int) -> int:
+    """The lowest bits of a number as one with a sign."""
+    half = 1 << (bits - 1)
+    return (number + half) % (2 * half) - half

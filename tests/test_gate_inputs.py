@@ -103,15 +103,21 @@ def test_targets_that_are_not_finite_are_counted_and_left_out(target, backend):
     assert out.metrics.compute()["bad_advantages"] == example.mask[here].sum()
 
 
-@pytest.mark.parametrize("bounds", [(1.5, 2.0), (-0.5, 2.0), (0.5, 0.9)])
-def test_bounds_that_are_no_ratios_are_counted_and_left_out(bounds, backend):
-    place = testing.device_of(backend)
-    given = gates.GateInputs(bounds=tuple(torch.full((2,), bound, device=place) for bound in bounds))
-    logp, batch = torch.zeros(2, device=place), hpo.PackedBatch.from_lengths([2]).to(place)
-    ones = torch.ones(1, device=place)
-    out = hpo.policy_loss_and_grad(logp, logp, ones, batch, gates.dapo(), gate_inputs=given, backend=backend)
-    assert not out.grad.any()
-    assert out.metrics.compute()["bad_advantages"] == 2
+@pytest.mark.parametrize("bounds", [(1.5, 2.0), (-0.5, 2.0), (0.5, 0.9), (0.5, 0.0), (math.inf, 2.0)])
+@pytest.mark.parametrize("split", [False, True])
+def test_bounds_that_are_no_ratios_are_counted_and_left_out(split, bounds, native_backends):
+    """Also where both channels of a split are at a bound whose logarithm is infinite."""
+    gate = gates.dapo()
+    if split:
+        gate = RatioGate("split", gate.token, (gates.Level(gates.Identity()),), split=True)
+    for backend in ("reference", *native_backends):
+        place = testing.device_of(backend)
+        given = gates.GateInputs(bounds=tuple(torch.full((2,), bound, device=place) for bound in bounds))
+        logp, batch = torch.zeros(2, device=place), hpo.PackedBatch.from_lengths([2]).to(place)
+        ones = torch.ones(1, device=place)
+        out = hpo.policy_loss_and_grad(logp, logp, ones, batch, gate, gate_inputs=given, backend=backend)
+        assert out.loss == 0 and not out.grad.any(), backend
+        assert out.metrics["bad_advantages"] == 2, backend
 
 
 def test_success_rates_of_0_and_1(native_backends):

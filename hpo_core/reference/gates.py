@@ -106,7 +106,7 @@ def policy_loss(
             term = policy_term(spec.head, z, scale * unweighted, own)
         else:
             term = general_term(spec.head, z, x, scale * unweighted, scale * kept, own, target, number, negative)
-        return torch.where(valid, term, zero)
+        return torch.where(selected, term, zero)
 
     loss_t = policy(1.0).detach()  # a huge one may saturate where its share of the loss does not
     loss = policy(weight).double().sum()

@@ -64,7 +64,7 @@ def log_probabilities(objective: Objective, mask: torch.Tensor) -> tuple[torch.T
 
 
 def some_advantages(rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Of both signs, but not around 0: the loss would be what is left of terms that cancel."""
+    """Advantages of both signs, but not around 0: the loss would be what is left of terms that cancel."""
     return torch.randn(rows, generator=generator) + 0.5
 
 

@@ -18,7 +18,7 @@ from hpo_core.gates import Clip, Level, LogClip, RatioGate, Rollback, Unit
 
 STEP, GROUP, DOMAIN = 64, 8, 64  # tokens of a step; rows of a group and of a domain
 LEVEL = 6  # FLOP of a token for each level: two sums, the residual, what flows back
-# From the finest to the coarsest; the token's own gate is depth 1.
+# The units of each depth, from the finest to the coarsest; the token's own gate is depth 1.
 UNITS = {1: (), 2: ("trajectory",), 3: ("step", "trajectory"), 4: ("step", "trajectory", "group")}
 UNITS[5] = (*UNITS[4], "domain")
 TOKEN_BOUND, BUDGET = 0.05, 0.02

@@ -71,7 +71,7 @@ def exercises(backend: str, device: str, truth_device: str, rows: int, length: i
 
 
 def log_probabilities(backend: str, device: str, truth_device: str, rows: int) -> Iterator[Exercise]:
-    """From logits and from hidden states, with both gradients."""
+    """Log-probabilities from logits and from hidden states, with both gradients."""
     draw = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(rows, 24, generator=draw), torch.randn(1002, 24, generator=draw)
     targets = torch.randint(0, 1002, (rows,), generator=draw)

@@ -202,7 +202,7 @@ def loss_from_logits(backend: str, values: torch.Tensor, targets: torch.Tensor) 
 
 
 def hidden_states(backend: str) -> Iterator[Run]:
-    """Beside their matrix products alone: one for logits; in both directions that one twice, and two of gradients."""
+    """Hidden states beside their matrix products alone: one for logits; in both directions that twice, and two more."""
     tokens, width, vocabulary = 4096, 2048, 151_936
     draw = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(tokens, width, generator=draw, dtype=torch.bfloat16, device="cuda")

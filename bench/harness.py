@@ -169,7 +169,7 @@ def check(case: Case) -> None:
 
 
 def small_test(plans: list[Plan]) -> Callable[..., None]:
-    """For ``pytest bench``: the small case of each plan is checked and timed."""
+    """A test for ``pytest bench``: the small case of each plan is checked and timed."""
 
     @pytest.mark.parametrize("plan", plans, ids=lambda plan: plan.name)
     def test(plan: Plan, benchmark: Any) -> None:

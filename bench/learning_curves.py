@@ -127,7 +127,7 @@ def parting(one: Curve, other: Curve) -> str:
 
 
 def root_mean_square(results: list[dict[str, Curve]], one: str, other: str) -> float:
-    """Of the differences between rollouts of the same seed."""
+    """The root mean square of the differences between rollouts of the same seed."""
     pairs = [pair for runs in results for pair in zip(runs[one].rewards, runs[other].rewards, strict=True)]
     return math.sqrt(statistics.fmean((mine - theirs) ** 2 for mine, theirs in pairs))
 

@@ -95,6 +95,6 @@ def verl_loop(rewards: torch.Tensor, ids: np.ndarray) -> Run:
 
 
 def _verl(estimator: Callable[..., tuple[torch.Tensor, torch.Tensor]], rewards: torch.Tensor, ids: np.ndarray) -> Run:
-    """With responses of one token, so that only the statistics are timed."""
+    """verl's estimator on responses of one token, so that only the statistics are timed."""
     scores, mask = rewards[:, None], torch.ones(rewards.numel(), 1)
     return lambda: estimator(scores, mask, ids, epsilon=EPS)[0][:, 0]

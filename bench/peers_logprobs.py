@@ -11,7 +11,7 @@ Results = tuple[torch.Tensor, torch.Tensor]
 
 
 def eager(logits: torch.Tensor, targets: torch.Tensor) -> Results:
-    """As trainers write it, in float32."""
+    """Log-probabilities as trainers write them, in float32."""
     logps = torch.log_softmax(logits.float(), dim=-1)
     logp = logps.gather(-1, targets[:, None]).squeeze(-1)
     return logp, -(logps.exp() * logps).sum(-1)
@@ -44,7 +44,7 @@ ROWS, COLUMNS = 512, 8192  # of a block of logits, ours and those of peers that 
 
 
 def eager_of_hidden(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Results:
-    """As trainers write it: all logits, and log_softmax of them in float32."""
+    """Log-probabilities as trainers write them: all logits, and log_softmax of them in float32."""
     return eager(hidden @ weight.t(), targets)
 
 

@@ -348,7 +348,7 @@ def eager(name: str, rows: Rows, make: Callable[[Rows, torch.Tensor], Rows] | No
 
 @torch.no_grad()
 def covariance(rows: Rows, logp: torch.Tensor) -> torch.Tensor:
-    """Of advantage and log-probability over the valid tokens, which come first; -inf elsewhere."""
+    """The covariance of advantage and log-probability over the valid tokens, which come first; -inf elsewhere."""
     tokens = rows.mask.sum()
     advantages = rows.advantages[:, None]
     mean = (advantages[:, 0] * rows.mask.sum(-1)).sum() / tokens

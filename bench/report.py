@@ -87,7 +87,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def digits(value: float) -> str:
-    """With three significant digits."""
+    """The number with three significant digits."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import tempfile
@@ -12,16 +13,6 @@ from pathlib import Path
 # First calls include compilation, so no graph may come from the cache of an earlier run.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="hpo_core_bench_")
 
-import bench_advantages
-import bench_corrections
-import bench_entropy
-import bench_gates
-import bench_hierarchy
-import bench_linear_logprobs
-import bench_logprobs
-import bench_losses
-import bench_presets
-import bench_segments
 import report
 from harness import Outcome, available, ceilings, measure
 
@@ -37,10 +28,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning)
 
-    modules = (
-        bench_gates, bench_presets, bench_corrections, bench_hierarchy, bench_losses, bench_advantages, bench_entropy,
-        bench_segments, bench_logprobs, bench_linear_logprobs,
-    )  # fmt: skip
+    modules = [importlib.import_module(path.stem) for path in sorted(Path(__file__).parent.glob("bench_*.py"))]
     plans = [plan for module in modules for plan in module.plans(arguments.quick)]
     names = dict.fromkeys(plan.name for plan in plans)
     plans = [plan for plan in plans if arguments.only in plan.name]

@@ -102,7 +102,7 @@ class Case(NamedTuple):
     peers: dict[str, float]
 
 
-# Of several kernels on the page those of each kind; the short name goes into the picture.
+# The kernels of each kind that the picture shows, of those on the page, with their short names in it.
 LOSSES = {
     "ppo_clip, 512 rows of 2,048": "ppo_clip",
     "dapo, 512 rows of 2,048": "dapo",
@@ -139,7 +139,7 @@ def losses() -> list[Case]:
     return [found[name] for name in LOSSES]
 
 
-# By the first words of a peer on the page of other operators; the rest is another way in PyTorch.
+# The kind of a peer by its first words on the page of other operators; the rest is another way in PyTorch.
 KINDS = {"eager": "eager PyTorch", "compile": "torch.compile", "verl": "verl", "trl": "TRL"}
 
 

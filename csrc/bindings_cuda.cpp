@@ -45,9 +45,8 @@ PYBIND11_MODULE(HPO_MODULE, m) {
     of_logits.grad_inner_stride = grad_inner_stride;
     const int64_t blocks = hpo_loss_from_logits_blocks(&of_logits.given);
     if (blocks == 0) return false;
-    const Offsets offsets = offsets_of(inputs, rows);
-    const PolicyLossArgs args = make_args(tokens, rows, inputs, offsets, {});
-    run([&] { return hpo_loss_from_logits(&of_logits, &args, &spec.structure, &spec.numbers, levels, blocks, context); });
+    const Inputs call(tokens, rows, inputs, {});
+    run([&] { return hpo_loss_from_logits(&of_logits, &call.args, &spec.structure, &spec.numbers, levels, blocks, context); });
     return true;
   });
   m.def("launches", &hpo::LaunchCounter::all, "Kernel launches so far, by kernel name.");

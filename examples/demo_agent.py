@@ -211,7 +211,7 @@ def first_update(success: list[float], level: float) -> int | None:
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """For the runs of one estimator: a list over seeds under each heading of the table."""
+    """A list over the seeds of one estimator's runs under each heading of the table."""
     curves = [run["success"] for run in runs]
     return {
         "success in the end": [statistics.fmean(curve[-WINDOW:]) for curve in curves],

@@ -167,7 +167,7 @@ def draw_windows(given: Answers, path: Path) -> None:
 
 
 def slots(given: Answers) -> list[tuple[str, str, Sequence[float], Sequence[float]]]:
-    """For each slot a title, what is drawn, and the numbers without and with the slot, each ``[T]``."""
+    """The title of each slot, what is drawn, and the numbers without and with the slot, each ``[T]``."""
     batch, H, A = given.batch, given.entropy, given.advantages
     change = E.entropy_change(given.logp, given.old_logp, H, A, batch)
     forking = E.forking_tokens("0.2")

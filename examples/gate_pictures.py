@@ -46,7 +46,7 @@ def draw_gates() -> Any:
     return figure
 
 
-# With the ratios at which each bends. Gates that read more than the batch are left out.
+# The gates by the ratios at which they bend. Gates that read more than the batch are left out.
 EVERY = {
     (0.3, 3.0): (
         *(gates.reinforce(), gates.ppo_clip(), gates.ppo_clip(ratio_dual=2.0), gates.dapo(), gates.triplet_clip()),

@@ -74,7 +74,7 @@ def _constant_parts(value: Any, keeps_doubles: bool) -> Any:
     return value
 
 
-# By function: the names of its positional parameters, and the examiner of each parameter. The table is not in a
+# The names of the positional parameters of each function, and the examiner of each parameter. The table is not in a
 # closure, which Dynamo would inspect; the first call of a function fills it, so that an import makes few objects.
 _EXAMINERS: dict[Any, tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]] = {}
 
@@ -203,7 +203,7 @@ def check_numbers(name: str, values: Any) -> None:
 
 
 def is_finite(number: float) -> bool:
-    """As kernels have it, in float32."""
+    """Whether kernels, which have it in float32, hold the number."""
     return abs(number) <= _LARGEST
 
 
@@ -305,7 +305,12 @@ def _examined_sequence(name: str, value: Any) -> Any:
 def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
     kind_of = function.__globals__[kind]  # looked up at each call: this module cannot import it
     got = value if inspect.isroutine(value) else type(value)
-    require_type(isinstance(value, kind_of), "{}: expected a {}, got {}", name, kind, got)
+    fix = ""
+    if kind == "PackedBatch" and hasattr(value, "batch"):  # of a micro-batch
+        fix = "; pass its .batch"
+    elif kind == "PackedBatch" and isinstance(value, Tensor):
+        fix = "; PackedBatch.from_padded(mask) is one"
+    require_type(isinstance(value, kind_of), "{}: expected a {}, got {}{}", name, kind, got, fix)
     return _examined_fields(name, value) if isinstance(value, tuple) else value
 
 

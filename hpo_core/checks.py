@@ -63,13 +63,19 @@ def _shown(value: object) -> object:
     if inspect.isroutine(value) or isinstance(value, functools.partial):
         name = getattr(value, "__name__", "functools.partial")
         is_ours = (getattr(value, "__module__", None) or "").startswith("hpo_core.")  # most likely a constructor
-        return _Text(f"the function {name}" + (f"; call it: {name}()" if is_ours else ""))
+        return _Text(f"the function {name}" + (f"; call it: {name}({_needed(value)})" if is_ours else ""))
     text = repr(value)
     if len(text) <= _LONGEST and "\n" not in text:
         return value
     if isinstance(value, Tensor):
         return _Text(f"a tensor {list(value.shape)} of {dtype_name(value.dtype)}")
     return _Text(" ".join(text[:_LONGEST].split()) + " ...")
+
+
+def _needed(function: Any) -> str:
+    """The parameters that a call of the function cannot leave out."""
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(each.name for each in parameters if each.default is each.empty and each.kind < each.VAR_POSITIONAL)
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int], meaning: str, fix: str = "") -> None:
@@ -147,6 +153,8 @@ def _tensor_meant(name: str, value: Any) -> str:
         return "; its mask is .as_mask().mask"
     if isinstance(value, torch.nn.Module):
         return "; pass its .weight"
+    if name == "weights" and isinstance(value, str):
+        return "; the functions of hpo_core.aggregation make one"
     if hasattr(value, "logits"):
         return "; pass its .logits"
     of_names = isinstance(value, list | tuple) and any(isinstance(each, str | bytes) for each in value)
@@ -226,7 +234,8 @@ def check_units(**given: torch.Tensor | None) -> None:
     (first_name, first), *_ = given.items()
     require_type(isinstance(first, torch.Tensor), "{}: expected a tensor [U], got {}", first_name, type(first))
     assert first is not None
-    check(first.dim() == 1, "{}: expected shape [U] (one per unit), got {}", first_name, list(first.shape))
+    fix = f"; use {first_name}.flatten() if each number is a unit's" if first.dim() > 1 else ""
+    check(first.dim() == 1, "{}: expected shape [U] (one per unit), got {}{}", first_name, list(first.shape), fix)
     for name, tensor in given.items():
         if tensor is None:
             continue

@@ -64,7 +64,7 @@ def corrected(
 
 
 def _joining(gate: RatioGate, batch: PackedBatch, process_group: torch.distributed.ProcessGroup | None) -> list[int]:
-    """Which corrections' factors the loss computes: those of the first of tokens and of two of rows, unless tokens of
+    """The corrections, by index, whose factors the loss computes: the first of tokens and two of rows, unless tokens of
     other rows count for a row, too. All are of one channel, that of the first."""
     alone = batch.trajectory_ids is None and process_group is None and not gate.of_steps
     of_tokens = [index for index, each in enumerate(gate.corrections) if each.unit is None][:1]
@@ -94,8 +94,8 @@ def _read(
     correction: Correction,
     batch: PackedBatch,
 ) -> PolicyLossInputs:
-    """What the op of a correction reads: its own pair, and what the loss reads, as tokens have a say that count there.
-    Where steps are a level of the gate, those outside every step do not."""
+    """What the op of a correction reads: its own pair, and what the loss reads, because only tokens that count in the
+    loss count here. Where steps are a level of the gate, tokens outside every step do not."""
     leaves = batch.leaf_tables(() if correction.unit is None else (correction.unit,))
     mask = inputs.mask
     if gate.of_steps:

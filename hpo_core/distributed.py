@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
+from . import ops
 from .batch import PackedBatch
 from .checks import check, require_type
 
@@ -27,7 +28,7 @@ _GROUP: ContextVar[ProcessGroup | None] = ContextVar("hpo_core_ranks", default=N
 
 @contextlib.contextmanager
 def spanned(group: ProcessGroup) -> Iterator[None]:
-    """Until the end of the block, groups span the ranks of this process group. Only eagerly."""
+    """Until the end of the block, groups span the ranks of this process group, in eager calls alone."""
     check(not torch.compiler.is_compiling(), "tables: only eager calls gather; call it outside torch.compile")
     token = _GROUP.set(group)
     try:
@@ -174,16 +175,15 @@ def sum_in_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def running_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sums ``[n]`` up to each element: those within its block, and those of the blocks before, to each of which a
-    step adds the one that ends ``distance`` before it. PyTorch's scan of floats on a GPU keeps its order where there
-    are several rows, and not in a single one."""
-    blocks, pad = len(values) // 1024 + 2, torch.nn.functional.pad
-    within = pad(values, (0, blocks * 1024 - len(values))).reshape(blocks, 1024).cumsum(-1)
-    before, distance = pad(within[:-1, -1], (1, 0)), 1
-    while distance < blocks:
-        before = before + pad(before[:-distance], (distance, 0))
-        distance *= 2
-    return (within + before[:, None]).reshape(-1)[: len(values)]
+    """The sums ``[n]`` up to each float64, which are those within its block and of the blocks before. ``cumsum`` of
+    floats on a GPU differs from run to run, and some versions of PyTorch refuse it where they promise the same bits."""
+    backwards, size = values.flip(0), 1024
+    ends = torch.arange(0, len(values) + size, size, device=values.device).clamp(max=len(values))
+    within = ops.recurrence(backwards, torch.ones_like(backwards), ends, None)
+    blocks = within[ends[:-1]]
+    whole = torch.arange(2, device=values.device) * len(blocks)
+    before = torch.nn.functional.pad(ops.recurrence(blocks, torch.ones_like(blocks), whole, None)[1:], (0, 1))
+    return (within + before.repeat_interleave(size)[: len(values)]).flip(0)
 
 
 def sum_of_ranks(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

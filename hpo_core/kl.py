@@ -35,7 +35,11 @@ class KLPenalty(Short):
         check_member("estimator", self.estimator, KLEstimator)
         check_member("gradient", self.gradient, KLGradient)
         check_number("beta", self.beta)
-        check(is_finite(self.beta), "beta: expected a number that is finite in float32, got {}", self.beta)
+        check(
+            self.beta >= 0 and is_finite(self.beta),
+            "beta: expected a number >= 0 that is finite in float32, got {}; below 0 the loss would pay for divergence",
+            self.beta,
+        )
 
 
 def _penalty(estimator: KLEstimator, beta: float, gradient: str) -> KLPenalty:

@@ -361,7 +361,7 @@ def _of_ids(rows: LogitRows, ids: torch.Tensor) -> LogitRows:
 
 
 def _check_in_place(rows: LogitRows, reference: bool, ids: torch.Tensor | None, is_same: bool) -> None:
-    """That the logits are memory which the backward may write over, where there is to be one."""
+    """Check that the logits are memory which the backward may write over, where there is to be one."""
     logits = rows.logits
     if not logits.requires_grad or not torch.is_grad_enabled() or is_traced(logits):  # the operator refuses who watches
         return

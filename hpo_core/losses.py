@@ -223,7 +223,11 @@ def hierarchical_policy_loss(
     0.0
     """
     check_options(hierarchical_policy_loss, options)
-    require_type(callable(advantage), "advantage: expected an estimator of hpo_core.advantages, got {!r}", advantage)
+    require_type(
+        callable(advantage),
+        "advantage: expected an estimator of hpo_core.advantages, got {!r}; policy_loss takes advantages themselves",
+        advantage,
+    )
     batch, backend, group = as_batch(batch), options.get("backend"), options.get("process_group")
     level = options.get("advantage_level")
     if level is None:

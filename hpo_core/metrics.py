@@ -82,12 +82,13 @@ class Observations:
     vector: torch.Tensor
 
     def __repr__(self) -> str:
-        """Without the numbers, which would be copied to the host and have no names."""
+        """The kind and the device, without the numbers, which would be copied to the host and have no names."""
         return f"{type(self).__name__}(on {self.vector.device}; read it by compute())"
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """One raw slot as a 0-dim device tensor."""
-        check(name in self.SLOTS, "metrics: no slot named {!r}; the slots are {}", name, ", ".join(self.SLOTS))
+        known = ", ".join(self.SLOTS)
+        check(name in self.SLOTS, "metrics: no slot named {!r}; compute() has means; the slots are {}", name, known)
         return self.vector[list(self.SLOTS).index(name)]
 
     def __add__(self, other: Self) -> Self:

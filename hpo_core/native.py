@@ -168,8 +168,8 @@ class Native:
         if exchange is None:
             self._call(*call, self._workspace(size, logp), Stage.WHOLE, None, None, None)
             return
-        # Not the scratch of small calls: an exchange may make some. Tables begin as zeros because a process without
-        # tokens has a gradient of no elements, whose null address tells kernels to leave them.
+        # The scratch of small calls would not do: an exchange may make some. Tables begin as zeros because a process
+        # without tokens has a gradient of no elements, whose null address tells kernels to leave them.
         workspace = logp.new_empty(size, dtype=torch.uint8)
         sums, largest, aggregate_grad = (
             logp.new_zeros(len(spec.levels), leaves, n, dtype=torch.int64) for n in (3, 2, 2)

@@ -106,7 +106,7 @@ class _Span(NamedTuple):
     group: ProcessGroup
 
     def reduce(self, table: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> None:
-        """Of each of these segments in ``[levels, P, n]``, what all ranks have."""
+        """Make of each of these segments in ``[levels, P, n]`` what all ranks have, in place."""
         if self.slots == 0:  # as every rank knows
             return
         nothing = 0 if op == torch.distributed.ReduceOp.SUM else _least(table.dtype)
@@ -270,14 +270,14 @@ class SegmentExchange:
         self._given = given
 
     def total(self, table: torch.Tensor) -> torch.Tensor:
-        """Of each segment in ``[levels, P, n]``, the sum of what the ranks have that share it: a new table."""
+        """A new table ``[levels, P, n]``: the sum, for each segment, of what the ranks have that share it."""
         table = table.clone()
         if self._span is not None:
             self._span.reduce(table)
         return table
 
     def shares(self, like: torch.Tensor) -> torch.Tensor:
-        """For each segment, ``[levels, P]`` as ``like``: one part of as many as there are ranks that have it."""
+        """The part of each segment that is this rank's, ``[levels, P]`` as ``like``: 1 over the ranks that have it."""
         shares = torch.ones_like(like)
         if self._span is not None:
             shares[self._span.level, self._span.segment] = 1 / self._span.ranks.to(like.dtype)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .arguments import as_float, examines
+from .batch import PackedBatch
 from .checks import (
     INTEGERS,
     check,
@@ -98,6 +99,8 @@ def checked_temperature(
     value: Any, targets: torch.Tensor, ignore_index: int, exact: bool, name: str = "temperature"
 ) -> Any:
     """A temperature for the targets with its type, shape, device and values checked."""
+    is_batch = isinstance(value, PackedBatch) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool)
+    require_type(not is_batch, "{}: expected a number above 0 or a tensor of them, got a batch; pass batch=batch", name)
     setting = _TEMPERATURE._replace(name=name)
     value = setting.of_rows(value, targets.shape, targets.device, "targets", exact)
     setting.check_values(value, targets == ignore_index)

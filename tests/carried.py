@@ -106,7 +106,7 @@ def _changing_in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def carry(backend: str) -> None:
-    """From now on the backend takes tensors of the CPU, too."""
+    """Let the backend take tensors of the CPU, too, from now on."""
     load = backends._LOADERS[backend]
     backends._LOADERS[backend] = lambda op: Carried(load(op), to_gpu)
     backends._DEVICES[backend] = (*backends._DEVICES[backend], "cpu")

@@ -261,12 +261,12 @@ def paths_of(backend):
 
 
 def running(name, backends):
-    """Of these backends those of which the gate is a path."""
+    """The backends among these of which the gate is a path."""
     return [backend for backend in backends if name in paths_of(backend)]
 
 
 def judging(name, backends):
-    """Of these backends those that try the gate's own numbers: all that are not interpreted."""
+    """The backends among these that try the gate's own numbers: all that are not interpreted."""
     return [backend for backend in backends if name in tried(backend, CATALOGUE, FIRSTS)]
 
 

@@ -129,7 +129,7 @@ RULES = [
     Rule(("csrc/cpu/dispatch.cpp", "csrc/cpu/kernels.h", "csrc/bindings_cpu.cpp"), (*OPERATORS, "isas", "backends")),
     Rule(("csrc/cuda/grid.cuh", "csrc/cuda/warp.cuh", "csrc/cuda/status.cu", "csrc/include/hpo/cuda.h",
           "csrc/include/hpo/launches.h", "csrc/bindings_cuda.cpp"), (*OPERATORS, "cuda_compile"), ("cuda_emulated",)),
-    Rule(("csrc/include/hpo/math.h", "csrc/include/hpo/api.h", "csrc/bindings.h",
+    Rule(("csrc/include/hpo/math.h", "csrc/include/hpo/rows.h", "csrc/include/hpo/api.h", "csrc/bindings.h",
           "csrc/bindings/*"), (*OPERATORS, "ops", "compiled", "cuda_compile"),
          ("cpu", "cuda_emulated")),
     Rule(("csrc/emulation/*",), (*OPERATORS, "emulation"), ("cuda_emulated",)),

@@ -8,6 +8,7 @@ import atexit
 import functools
 import gc
 import os
+from pathlib import Path
 
 # Read by Triton when it is imported: on machines without a GPU its kernels run in the interpreter.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -23,6 +24,8 @@ import torch
 from ranks import on_ranks
 
 import hpo_core as hpo
+
+ROOT = Path(__file__).resolve().parents[1]
 
 gc.set_threshold(100_000)  # collecting tests and tracing make many objects that live on
 
@@ -65,6 +68,17 @@ def pytest_sessionstart():
     if missing:
         pytest.exit(
             "HPO_CORE_TEST_BACKENDS asks for backends that cannot run here: " + "; ".join(missing), returncode=1
+        )
+
+
+def pytest_terminal_summary(terminalreporter):
+    sources = [path for path in ROOT.glob("csrc/**/*") if path.is_file()]
+    newest = max(sources, key=lambda path: path.stat().st_mtime, default=None)
+    built = [path for path in ROOT.glob("hpo_core/_c*.so") if newest and path.stat().st_mtime < newest.stat().st_mtime]
+    if built:
+        names = " and ".join(path.name.partition(".")[0] for path in sorted(built))
+        terminalreporter.write_line(
+            f"{newest.relative_to(ROOT)} is newer than {names}, which ran here as built before: `make build`", red=True
         )
 
 
@@ -112,7 +126,7 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def native_backends():
-    """For tests with an expensive expectation, which they compute once and compare with all backends."""
+    """All of them, for tests that compute an expensive expectation once and compare every backend with it."""
     return NATIVE
 
 

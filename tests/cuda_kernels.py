@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -212,8 +213,9 @@ def _inside_loops(code: list[str], labels: dict[str, int], begin: int, end: int)
 
 
 def _shortest_way(code: list[str], labels: dict[str, int], begin: int, end: int) -> Way:
-    """From ``begin`` to ``end``, never back: of the ways with most 128-bit accesses those with the fewest instructions
-    of loops inside, and of these the shortest. No token on it is an exception or masked: a loop is for these."""
+    """The way from ``begin`` to ``end``, never back, with most 128-bit accesses; of several that with the fewest
+    instructions of loops inside, and of these the shortest. No token on it is an exception or masked, for which there
+    is a loop."""
     inner = _inside_loops(code, labels, begin, end)
     best = {begin: (0, 0, 0, -1)}  # by instruction; the last is where it comes from
     for at in range(begin, end):
@@ -252,11 +254,11 @@ def find_nvdisasm() -> str | None:
 
 
 @functools.cache
-def fingerprint() -> str:
-    """A digest of everything that determines what is kept of a file."""
+def fingerprint(source: Path) -> str:
+    """A digest of everything that determines what is kept of a file: itself, all headers, and the compiler."""
     version = subprocess.check_output([str(find_nvcc()), "--version"], text=True)
     digest = hashlib.sha256(repr((FLAGS, version, find_nvdisasm())).encode() + Path(__file__).read_bytes())
-    for path in sorted(path for folder in ("cuda", "include") for path in (ROOT / "csrc" / folder).rglob("*.*")):
+    for path in (source, *sorted([*ROOT.glob("csrc/cuda/*.cuh"), *ROOT.glob("csrc/include/**/*.h")])):
         digest.update(f"{path.relative_to(ROOT)}\n{path.read_text()}".encode())
     return digest.hexdigest()
 
@@ -267,9 +269,14 @@ def _loop_of(kept_loop: list | None) -> Loop | None:
 
 def kernels_of(source: Path, target: int = 90) -> list[Kernel]:
     nvcc, path = str(find_nvcc()), CACHE / f"{source.stem}-sm_{target}.json"
-    kernels = [Kernel(*kernel) for kernel in kept(path, fingerprint(), lambda: compile_kernels(nvcc, source, target))]
+    made = kept(path, fingerprint(source), lambda: compile_kernels(nvcc, source, target))
+    kernels = [Kernel(*kernel) for kernel in made]
     return [each._replace(loop=_loop_of(each.loop), writing=_loop_of(each.writing)) for each in kernels]
 
 
 def every_kernel(target: int = 90) -> dict[str, Kernel]:
-    return {kernel.name: kernel for source in SOURCES for kernel in kernels_of(source, target)}
+    kernels = [kernel for source in SOURCES for kernel in kernels_of(source, target)]
+    by_name = {kernel.name: kernel for kernel in kernels}
+    twice = [name for name, count in Counter(kernel.name for kernel in kernels).items() if count > 1]
+    assert twice == [], "two kernels of csrc/cuda have one name, and a row of docs/gpu.md is one kernel: rename one"
+    return by_name

@@ -13,7 +13,7 @@ from hpo_core.advantages import over_ranks
 
 LENGTHS = [5, 9, 1, 0, 6, 12, 4, 7, 3, 8, 6, 5]
 GROUPS = [3, 3, 1, 1, -1, 3, 1, 8, 8, 3, 1, 1]
-# By the number of processes, the rows of each; one of four has none.
+# The rows of each process, by the number of processes; one of four has none.
 SHARES = {
     1: (range(12),),
     2: ([7, 0, 3, 10, 4, 8], [1, 2, 5, 6, 9, 11]),

@@ -1,11 +1,13 @@
 """docs/gpu.md: what the compilers' output says of the kernels for GPUs. None is needed.
 
-``python tests/gpu_page.py`` writes the page, in ten minutes of two cores; tests read it as the baseline. ``python
-tests/gpu_page.py launches`` writes the table of launches alone, without a compiler: a new preset changes nothing else.
+``python tests/gpu_page.py`` writes the page, in ten minutes of two cores; tests read it as the baseline. With
+``launches`` it writes the table of launches alone, without a compiler: a new preset changes nothing else. With
+``triton`` it writes that of Triton alone, which has its own assembler, and compiles the kernels that have changed.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -153,9 +155,10 @@ Every test run compiles the kernels for sm_90 again and fails on a spill, on mor
 
 ## Launches
 
-Of `policy_loss_and_grad` on a batch whose weights are known, with the inputs that a preset needs; each once unless the
-table says more. Tokens are few where the blocks of a sweep are at most three quarters of those that the device holds at
-once: on an H100 up to 970,000 in rows of 2048, or 640,000 where a multiprocessor holds two blocks.""".splitlines()
+The launches of `policy_loss_and_grad` on a batch whose weights are known, with the inputs that a preset needs; each
+once unless the table says more. Tokens are few where the blocks of a sweep are at most three quarters of those that
+the device holds at once: on an H100 up to 970,000 in rows of 2048, or 640,000 with two blocks on a multiprocessor.\
+""".splitlines()
 CUDA = """
 ## CUDA on sm_90
 
@@ -165,10 +168,10 @@ read-only path. Float64: instructions. Fences: of the memory of the device, thos
 SLOTS = """
 ## Issue slots
 
-Of the shortest loop with 128-bit loads, in `sweep_leaves` of the sweep's, which is longer than those of the sums and
-the delivery: all instructions of its code, and the shortest way through an iteration on which all 128-bit accesses
-are made and no loop inside is entered: of four tokens that are no exception and not masked, which take such a loop.
-Of this way: the slots for a token (for a logit in kernels that read logits), and the classes of instructions.\
+The loop is the shortest one with 128-bit loads, in `sweep_leaves` the sweep's, which is longer than those of the sums
+and the delivery. The table has all instructions of its code, and the shortest way through an iteration on which all
+128-bit accesses are made and no loop inside is entered, as exceptions and masked tokens enter one: its instructions,
+those for one token (for a logit in kernels that read logits), and their classes.\
 """.splitlines()
 BLOCKS = f"""
 ## Blocks and waves
@@ -247,7 +250,15 @@ def cuda_tables(of: dict[int, dict[str, Kernel]]) -> list[str]:
     ]  # fmt: skip
 
 
-def triton_tables(reports: list[dict[str, Any]]) -> list[str]:
+def triton_reports() -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_CACHE_DIR": str(ROOT / "build/triton/kernels")}
+    command = [sys.executable, "-m", "hpo_core._triton.compile", "--json", *map(str, TARGETS)]
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def triton_table(reports: list[dict[str, Any]]) -> list[str]:
     rows: dict[tuple[str, str], list[Any]] = {}
     registers: dict[tuple[str, str], dict[int, int]] = {}
     for each in reports:
@@ -260,11 +271,11 @@ def triton_tables(reports: list[dict[str, Any]]) -> list[str]:
             rows[key] = [each["registers"], each["shared"], *wide, each["doubles"], each["barriers"], each["fences"]]
     others = lambda key: [registers[key].get(target, "") for target in (80, 100, 120)]  # noqa: E731
     cells = [[path, f"`{kernel}`", *row, *others((path, kernel))] for (path, kernel), row in rows.items()]
-    return [*TRITON, *table(PATHS, cells)]
+    return table(PATHS, cells)
 
 
 def page(of: dict[int, dict[str, Kernel]], reports: list[dict[str, Any]], release: str) -> str:
-    lines = [*TOP, *presets_table(), *cuda_tables(of), *triton_tables(reports)]
+    lines = [*TOP, *presets_table(), *cuda_tables(of), *TRITON, *triton_table(reports)]
     return "\n".join(lines).replace("RELEASE", release).strip() + "\n"
 
 
@@ -294,28 +305,37 @@ def release_of_page() -> str:
     return re.search(r"nvcc ([\d.]+) and", PAGE.read_text())[1]  # type: ignore[index]
 
 
-def with_launches(text: str) -> str:
-    """The page with the table of launches as it is now."""
-    before, title, rest = text.partition("## Launches\n")
+def with_table(title: str, lines: list[str]) -> str:
+    """The page with another table in a section."""
+    before, heading, rest = PAGE.read_text().partition(f"## {title}\n")
     words, _, tail = rest.partition("\n| ")
-    _, heading, below = tail.partition("\n## ")
-    return "".join((before, title, words, "\n".join(presets_table()), "\n", heading, below))
+    _, following, below = tail.partition("\n## ")
+    return "".join((before, heading, words, "\n".join(lines), "\n", following, below))
+
+
+def whole_page() -> str:
+    nvcc = cuda_kernels.find_nvcc()
+    if nvcc is None or cuda_kernels.find_nvdisasm() is None:
+        raise SystemExit(
+            "nvcc or nvdisasm was found neither in PATH nor in /usr/local/cuda/bin; `launches` and `triton`, each for "
+            "one table, need neither"
+        )
+    reports = triton_reports()
+    of = {target: cuda_kernels.every_kernel(target) for target in TARGETS}
+    return page(of, reports, cuda_kernels.nvcc_release(nvcc))
 
 
 def main() -> None:
-    if sys.argv[1:] == ["launches"]:
-        PAGE.write_text(with_launches(PAGE.read_text()))
-        return
-    nvcc = cuda_kernels.find_nvcc()
-    if nvcc is None or cuda_kernels.find_nvdisasm() is None:
-        raise SystemExit("nvcc or nvdisasm was found neither in PATH nor in /usr/local/cuda/bin")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_CACHE_DIR": str(ROOT / "build/triton/kernels")}
-    command = [sys.executable, "-m", "hpo_core._triton.compile", "--json", *map(str, TARGETS)]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    reports = [json.loads(line) for line in output.splitlines()]
-    of = {target: cuda_kernels.every_kernel(target) for target in TARGETS}
-    PAGE.write_text(page(of, reports, cuda_kernels.nvcc_release(nvcc)))
+    parser = argparse.ArgumentParser(description="write docs/gpu.md")
+    parser.add_argument("table", nargs="?", choices=("launches", "triton"), help="this table alone")
+    table = parser.parse_args().table
+    if table == "launches":
+        text = with_table("Launches", presets_table())
+    elif table == "triton":
+        text = with_table("Triton on sm_90", triton_table(triton_reports()))
+    else:
+        text = whole_page()
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def naive_censored(x, t, members, gate):
 
 
 def naive_aggregate(levels, segments, k, t, valid, of_token):
-    """That of the segment of token t at level k, and the segment's size."""
+    """The aggregate of the segment of token t at level k, and the segment's size."""
     members = [u for u in valid if segments[k][u] == segments[k][t]]
     values = torch.stack([of_token[u] for u in members])
     if levels[k].aggregate is Aggregate.BALANCED:
@@ -293,7 +293,7 @@ class Step(NamedTuple):
         return part, tokens
 
     def cut(self, start, stop):
-        """From every row what lies between these fractions of it, as sequence parallelism cuts them."""
+        """The part of every row between these fractions of it, as sequence parallelism cuts rows."""
         begin, length = self.batch.cu_seqlens[:-1], self.batch.cu_seqlens.diff()
         first, last = begin + (length * start).long(), begin + (length * stop).long()
         parts = list(zip(first.tolist(), last.tolist(), strict=True))
@@ -337,7 +337,7 @@ def inputs_of(example, gate):
 
 
 def index_inputs(example, gate):
-    """Those that name places in memory."""
+    """The inputs that name places in memory."""
     inputs = inputs_of(example, gate)._asdict()
     return {name: inputs[name] for name in ("cu_seqlens", "leaf_begin", "leaf_end", "leaf_row", "ancestors")}
 

@@ -310,7 +310,7 @@ def spare_conversions() -> None:
         return computation_types[key]
 
     def check_others(self, lhs, rhs, *rules, **more):
-        """Of one common type, or a tensor and a number of that type, operands are computed in it; integers are added to
+        """Operands of one common type, or a tensor and a number of that type, are computed in it; integers are added to
         addresses as they are."""
         one, other = isinstance(lhs, tl.tensor), isinstance(rhs, tl.tensor)
         if one and other:
@@ -375,7 +375,7 @@ def round_fma_once() -> None:
 
 
 def let_numbers_win() -> None:
-    """Beside NaN, as in compiled kernels that do not ask for it: else no test would miss the question."""
+    """Let numbers win beside NaN, as compiled kernels do without asking for it: else no test would miss it."""
     builder = type(interpreter.interpreter_builder)
     builder.create_minnumf = lambda self, x, y: self.binary_op(x, y, np.fmin)
     builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)

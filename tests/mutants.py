@@ -45,12 +45,9 @@ LIBRARIES = ROOT / "build/mutants"
 
 # What is compiled again; the rest is linked as the build has left it.
 UNITS = {
-    "cpu": ["cpu/advantages.cpp", "cpu/corrections.cpp", "cpu/entropy.cpp", "cpu/entropy_selection.cpp",
-            "cpu/gates.cpp", "cpu/hierarchy.cpp", "cpu/logprobs.cpp", "cpu/scopes.cpp", "cpu/segments.cpp"],
-    "cuda_emulated": ["cuda/advantages.cu", "cuda/corrections.cu", "cuda/entropy.cu",
-                      "cuda/entropy_selection.cu", "cuda/gates.cu", "cuda/hierarchy.cu", "cuda/logprobs.cu",
-                      "cuda/loss_from_logits.cu", "cuda/scale.cu", "cuda/scopes.cu", "cuda/segments.cu"],
-}  # fmt: skip
+    "cpu": sorted(f"cpu/{path.name}" for path in SOURCES.glob("cpu/*.cpp") if path.name != "dispatch.cpp"),
+    "cuda_emulated": sorted(f"cuda/{path.name}" for path in SOURCES.glob("cuda/*.cu")),
+}
 # Nothing is optimised: the tests that kill take less time than the compiler would.
 COMPILER = (*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-fPIC", "-fvisibility=hidden", "-O0", "-w")
 INCLUDES = ("-ffp-contract=off", "-include", "switch.h", "-Icsrc/include")
@@ -138,7 +135,7 @@ def build(backend: str, sources: dict[str, str], objects: list[Path], folder: Pa
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         own = list(pool.map(compiled, ["switch.cpp", *(f"csrc/{unit}" for unit in UNITS[backend])]))
-    # Of an inline function in several objects the linker keeps the first: those with mutants come first.
+    # The linker keeps the first of an inline function's copies in several objects: those with mutants come first.
     subprocess.run((*COMPILER, "-shared", "-fopenmp", *own, *objects, "-o", folder / f"_{backend}.so"), check=True)
 
 
@@ -200,7 +197,7 @@ def python(mutant: Mutant) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def functions_of_package(modules: int) -> list[FunctionType]:
-    """Those that are alive. A search takes a quarter of a second; with as many modules it would find no others."""
+    """Functions that are alive. A search takes a quarter of a second; with as many modules it would find no others."""
     gc.unfreeze()  # see conftest.py
     functions = [each for each in gc.get_objects() if type(each) is FunctionType]
     gc.freeze()

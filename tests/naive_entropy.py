@@ -12,7 +12,7 @@ import torch
 import hpo_core as hpo
 from hpo_core import testing
 
-# By seed: distinct entropies, ties, all equal, some of them 0.
+# The entropies of a seed: distinct, with ties, all equal, some of them 0.
 KINDS = ("distinct", "ties", "equal", "zeros")
 
 
@@ -120,7 +120,7 @@ def clamp(x, least, most):
 
 
 def std(numbers):
-    """With ddof 1; 0 for fewer than two numbers."""
+    """The deviation with ddof 1; 0 for fewer than two numbers."""
     return statistics.stdev(numbers) if len(numbers) > 1 else 0.0
 
 

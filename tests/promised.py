@@ -9,7 +9,7 @@ from cover import COVER
 
 
 def of_every_gate(names=CATALOGUE):
-    """For each of these gates, on every backend; but for those of the cover at length, where backends that are slow try
+    """The test for each of these gates, on every backend; but for those of the cover at length, where slow backends try
     all of them, too."""
     cases = [pytest.param(name, marks=[] if name in COVER else pytest.mark.long) for name in names]
 

@@ -16,7 +16,7 @@ MODES = {
     "prompt_mean": aggregation.prompt_mean,
     "vl_norm": functools.partial(aggregation.vl_norm, length=9, alpha=0.5),
 }
-# Of each rank: prompts of two answers. No two fit into ten tokens, so that there are three micro-batches, or one.
+# The lengths of each rank: prompts of two answers. No two fit into ten tokens: there are three micro-batches, or one.
 LENGTHS = ([4, 3, 1, 5, 6, 2], [5, 5, 3, 4, 2, 7])
 MOST_TOKENS = {1: 1000, 3: 10}
 
@@ -53,7 +53,7 @@ def data(*ranks):
 
 
 def losses(model, rank, weights, steps):
-    """That of each micro-batch, and whether it is the last; the forward runs as the loss is asked for."""
+    """The loss of each micro-batch, and whether it is the last; the forward runs as the loss is asked for."""
     batch, ids, old, advantages = data(rank)
     parts = list(batch.micro_batches(MOST_TOKENS[steps]))
     assert len(parts) == steps

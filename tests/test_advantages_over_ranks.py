@@ -58,7 +58,7 @@ CALLS = {
     "peco": lambda wrap, u: wrap(A.peco)(u["rewards"], u["groups"], u["flags"]),
     "equal rewards": lambda wrap, u: wrap(A.grpo)(torch.full_like(u["rewards"], 0.1), u["groups"], eps=0.0),
 }
-# Of which tables of groups are enough.
+# The estimators for which tables of groups are enough.
 TABLES = {
     "grpo": CALLS["grpo"],
     "equal rewards": CALLS["equal rewards"],
@@ -187,7 +187,7 @@ def batch_of(begin, end):
 
 
 def recipes(rank):
-    """By estimator: the gradients of the single call, of micro-batches, and of the single call on own rewards."""
+    """The gradients, by estimator, of the single call, of micro-batches, and of the single call on own rewards."""
     world, tokens, rows = dist.group.WORLD, slice(4 * rank, 4 * rank + 4), slice(2 * rank, 2 * rank + 2)
     batch = batch_of(2 * rank, 2 * rank + 2)
     weights = hpo.aggregation.token_mean(batch, process_group=world, gradient_reduction="sum")
@@ -245,7 +245,7 @@ def test_estimators_that_need_the_units_are_refused():
 
 
 def test_a_call_without_rewards_is_refused():
-    """By the estimator's own name of them."""
+    """The error has the estimator's own name of them."""
     for estimator, name in ((advantages.grpo, "rewards"), (functools.partial(advantages.pass_at_k, k=2), "is_correct")):
         with pytest.raises(TypeError, match=f"^{name}: expected a tensor, got <class 'NoneType'>$"):
             over_ranks(estimator)(group_ids=torch.tensor([7, 7]))

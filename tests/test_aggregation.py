@@ -190,7 +190,7 @@ RESPONSES = ([0, 1], [1], [])  # of which the rows may be pieces
 
 
 def weights_of_pieces(batch, numbers):
-    """Those of docs/levels_over_ranks.md."""
+    """The weights of docs/levels_over_ranks.md."""
     numbers = torch.tensor(numbers, dtype=torch.int64)
     tokens = torch.zeros(2, dtype=torch.int64).scatter_add(0, numbers, batch.row_counts)
     torch.distributed.all_reduce(tokens)

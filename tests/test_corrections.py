@@ -78,7 +78,7 @@ def lies_at(backend, pairs, value, statistic, unit=None, reduction=Reduction.MEA
 
 @pytest.mark.parametrize("statistic", Statistic)
 def test_statistics_reach_as_far_as_they_say(statistic, native_backends):
-    """Of a token and of a segment, where a few far tokens outweigh all others: no sum, mean or extremum is cut off."""
+    """Statistics of a token and of a segment, where a few far tokens outweigh all others: none is cut off."""
     for backend in ("reference", *native_backends):
         for pair in few(backend, PAIRS[::-1], 3):
             assert lies_at(backend, [pair], measured(statistic, *pair), statistic), (backend, pair)
@@ -324,7 +324,7 @@ CORRECTED = {each.name: each for each in (gates.ppo_clip(), gates.gspo(), gates.
 
 @crossed(NATIVE, joined=tuple(JOINED), gate=tuple(CORRECTED))
 def test_corrections_in_the_loss_are_those_of_the_op(backend, joined, gate):
-    """To the bit: with masks, weights of tokens, their own advantages and undefined statistics, in rows of any size."""
+    """They agree to the bit with masks, weights and advantages of tokens, undefined statistics and rows of any size."""
     place, draw = testing.device_of(backend), torch.Generator().manual_seed(1)
     tokens = 1500 if backend in ("triton", "cuda_emulated") else 40_000
     batch = hpo.PackedBatch.from_lengths(rows_of_all_sizes(tokens))

@@ -29,7 +29,7 @@ def undivided(engine, rank, mode, steps):
 
 
 def any_number(engine, rank, mode, steps):
-    """Of micro-batches, whatever the configuration says."""
+    """A step of any number of micro-batches, whatever the configuration says."""
     for is_last, loss in losses(engine, rank, weights_of(mode, rank), steps):
         engine.set_gradient_accumulation_boundary(is_last)
         engine.backward(loss(), scale_wrt_gas=False)

@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import hpo_core
 
@@ -89,7 +90,7 @@ def _continues(line: str, following: str) -> bool:
 
 @pytest.mark.parametrize("name", ["", "advantages", "aggregation", "entropy", "gates", "kl", "segments"])
 def test_every_argument_is_described(name: str) -> None:
-    """By its function, or by the common arguments of the package, which ``help()`` and the API page show."""
+    """Its function describes it, or the common arguments of the package, which ``help()`` and the API page show."""
     package = importlib.import_module(f"hpo_core.{name}".rstrip("."))
     common = (package.__doc__ or "").partition("Common arguments:")[2]
     described = [package, package.reconstructed] if hasattr(package, "reconstructed") else [package]
@@ -127,6 +128,14 @@ def test_every_method_is_in_the_table_of_its_page_and_every_gate_in_the_readme()
     ):
         words = set(re.findall(r"\w+", (ROOT / f"{page}.md").read_text()))
         assert [name for name in names if name not in words] == [], page
+
+
+def test_every_op_is_in_the_table_of_status() -> None:
+    """A new one has its row, and each room what was tried of it there. ``support_floor`` has no kernels."""
+    operators = [each for each in torch._C._dispatch_get_all_op_names() if each.startswith("hpo_core::")]
+    names = {each.removeprefix("hpo_core::").removesuffix("_backward") for each in operators} - {"support_floor"}
+    rows = [line for line in (ROOT / "docs/status.md").read_text().splitlines() if line.startswith("| `")]
+    assert len(names) > 10 and names - set(re.findall(r"`(\w+)`", "".join(rows))) == set()
 
 
 def _annotation(value: object) -> object:

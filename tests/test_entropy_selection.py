@@ -287,7 +287,7 @@ def test_a_sample_of_a_scope_that_misleads(backend, planted):
 
 
 def test_triton_selects_in_one_launch(monkeypatch):
-    """As on a GPU, here of one program, because the interpreter runs programs one after another."""
+    """The launch has one program, because the interpreter runs programs one after another."""
     triton = pytest.importorskip("hpo_core._triton.entropy")
     monkeypatch.setattr(triton, "programs_together", lambda *_: (1, True))
     launched = []

@@ -230,7 +230,7 @@ def test_covariance(drawn):
 
 @on_random_batches
 def test_erc(drawn):
-    """Of entropies near 0, too, whose ratio the 1e-8 beside both decides."""
+    """Entropies near 0 are among them, whose ratio the 1e-8 beside both decides."""
     factors = [0.7, 0.74, 0.76, 1.0, 1.24, 1.26, 1.3]
     entropy = drawn.poisoned([h * 10.0 ** drawn.draw.choice([0, -8]) for h in drawn.entropy])
     old = drawn.poisoned([h / factors[drawn.draw.integers(7)] for h in entropy])

@@ -324,7 +324,7 @@ def test_hicra_tokens(drawn):
 
 
 def test_hicra_takes_the_share_of_the_tokens_with_an_entropy(backend):
-    """Of three entropies the statistic of the largest 30 % is the largest, and above it is none; of four it is not."""
+    """The statistic of the largest 30 % of three entropies is the largest, and above it is none; of four it is not."""
     batch, place = PackedBatch.from_lengths([4, 1]), testing.device_of(backend)
     for last, expected in ((math.nan, []), (0.2, [1])):
         entropy = torch.tensor([0.1, 0.9, 0.5, last, 0.3], device=place)

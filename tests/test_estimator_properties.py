@@ -23,7 +23,7 @@ IDS = ("group", "other", "third", "trajectory", "anchor")
 
 
 def seeds(backend, name=PATHS[0], most=24):
-    """Of drawn batches; in the interpreter none for an estimator that starts no kernel in a way of its own."""
+    """Seeds of drawn batches; in the interpreter none for an estimator that starts no kernel in a way of its own."""
     interpreted, (every, emulated) = 1 if name in PATHS else 0, (3, 1) if name in COMPOSED else (max(4, most // 4), 2)
     return range(1, 1 + number(backend, at_length=most, machine_code=every, emulated=emulated, interpreted=interpreted))
 
@@ -275,7 +275,7 @@ def test_p11_masking_is_removal(native_backends, name):
         near(whole[torch.tensor(keep)], CASES[name](Given(left, backend)), 10, backend)
 
 
-# Whose scores are lengths, whose are only bools, and what reads no group or no trajectory.
+# The estimators whose scores are lengths, whose scores are only bools, and that read no group or no trajectory.
 OF_LENGTHS = {"arena", "hbpo", "hbpo_code"}
 OF_BOOLS = {"pass_at_k"}
 WITHOUT_GROUPS = {"spo_single_stream", "gae", "step_gae", "hiper"}
@@ -469,8 +469,8 @@ OF_ADVANTAGES = [
 
 @pytest.mark.parametrize("call", OF_ADVANTAGES, ids=lambda call: call.name.removeprefix("hpo_core."))
 def test_inputs_are_constants_in_the_precision_of_kernels(call):
-    """Of float64 what float32 holds of it counts; 16 bits are the numbers they hold, beside a formula's own in float32.
-    No gradient flows to an input."""
+    """Numbers of float64 count as float32 holds them; 16 bits are the numbers they hold, beside a formula's own in
+    float32. No gradient flows to an input."""
     plain = results(call, torch.Tensor.float)
     assert bits(*plain) == bits(*results(call, lambda values: values.double() * (1 + 1e-12)))
     assert bits(*plain) == bits(*results(call, torch.Tensor.bfloat16))

@@ -149,7 +149,7 @@ def test_options_that_follow_win(tmp_path):
 
 
 def options_of_the_page(_):
-    """Those of the command of docs/cluster.md."""
+    """The options of the command of docs/cluster.md."""
     page = (ROOT / "docs/cluster.md").read_text().replace("\\\n", "")
     return shlex.split(page.partition("verl.trainer.main_ppo")[2].partition("```")[0])
 

@@ -457,7 +457,7 @@ def test_m2po_mask_by_hand():
 
 
 def test_m2po_mask_keeps_the_smallest():
-    """As AReaL does; but no token where none is valid, and no masked or unknown one in its place."""
+    """AReaL does the same; here no token stays where none is valid, and no masked or unknown one in its place."""
     logp = torch.tensor([0.0, -0.9, 0.7, 0.7, math.nan])
     batch = hpo.PackedBatch(torch.tensor([0, 5]), torch.tensor([0, 1, 1, 1, 1]))
     run = functools.partial(gates.m2po_mask, logp, torch.zeros(5))

@@ -108,7 +108,7 @@ MANY_TOKENS = ((0, 1, 2500, 130, 1, 0, 1025, 3), tuple(length % 4 for length in 
 
 @pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo(), gates.fiberpo()], ids=lambda gate: gate.name)
 def test_rows_that_begin_where_a_tile_does(gate, native_backends):
-    """As all rows of a padded batch of 512 columns do: tiles of 512 or 1,024 tokens are counted from the first one."""
+    """All rows of a padded batch of 512 columns do: tiles of 512 or 1,024 tokens are counted from the first one."""
     example = testing.random_policy_loss(1, gate, {"weights"}, layout=Layout((512, 1024, 512, 100), 0, "none", seed=1))
     expected = testing.expect_policy_loss(example)
     for backend in native_backends:
@@ -338,7 +338,7 @@ def test_loss_and_grad_without_autograd_is_the_same(backend):
 
 
 def own_gate(number):
-    """Of parts, with a number in each place that kernels know."""
+    """A gate of parts, with a number in each place that kernels know."""
     clip = Clip((0, number / 2), (number * 2, number * 3), weight_low=(number, 2))
     pre = gates.LogClip((-number, -number), (number, number))
     return RatioGate("own", clip, pre=pre, penalty=gates.Penalty.K3, penalty_coefficient=number)
@@ -389,7 +389,7 @@ def test_step_advantages_are_those_of_their_tokens(backend):
 
 
 def test_a_mask_may_have_any_byte(backend):
-    """As that of another library, whose true is 255. PyTorch's own has 0 and 1."""
+    """Another library's true is 255; PyTorch's own mask has 0 and 1."""
     draw = torch.Generator().manual_seed(5)
     masks = [torch.rand(180, generator=draw) > 0.4 for _ in range(2)]
     any_byte = torch.tensor((2, 4, 128, 255), dtype=torch.uint8)[torch.arange(180) % 4]

@@ -131,7 +131,7 @@ def test_many_units(backend, units, share):
 
 @pytest.mark.parametrize("scale", [Scale.GROUP, Scale.BATCH, Scale.ABSOLUTE])
 def test_equal_values_over_the_least_eps_are_0(scale, backend):
-    """Whose reciprocal no double holds."""
+    """No double holds the reciprocal of that eps."""
     terms = [Term(torch.full((4,), 3.0), torch.tensor([0, 0, 1, 1]), GroupTerm(scale=scale, eps=1e-310))]
     assert not assert_exact(backend, terms, {}).any()
 

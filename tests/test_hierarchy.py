@@ -419,7 +419,7 @@ def test_broken_leaves_on_cuda_change_no_launch(gate, apart, together, monkeypat
 
 @pytest.fixture
 def launches_together(monkeypatch):
-    """Of Triton, in steps of one launch as on a GPU, but of one program: the interpreter runs one after another."""
+    """Triton's kernels launch once for their steps, as on a GPU, but with one program, as the interpreter runs them."""
     launch = pytest.importorskip("hpo_core._triton.launch")
     monkeypatch.setattr(launch, "programs_together", lambda *_: (1, True))
     monkeypatch.setattr(launch, "launches", collections.Counter())

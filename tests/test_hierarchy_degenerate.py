@@ -171,7 +171,7 @@ def test_empty_segments_do_nothing(gate, backend):
         runs.append((bits(out.grad[inside]), out.metrics["rows"].item(), out.metrics["tokens"].item()))
     assert runs[0] == runs[1]
     assert runs[0][1:] == (2, 7)
-    # Of two packings the losses agree within the budget: 4 x 2^-24 of the sum of the terms, 3 of 0.2 and 4 of 0.05.
+    # The losses of two packings agree within the budget: 4 x 2^-24 of the sum of the terms, 3 of 0.2 and 4 of 0.05.
     assert abs(losses[0] - losses[1]) <= 2**-22 * 0.8
 
 

@@ -363,7 +363,7 @@ def test_log_ratios_beyond_all_floats(backend):
 
 @pytest.mark.parametrize("shift", [-280.0, -60.0, -20.0, 0.0, 20.0, 60.0, 280.0])
 def test_ratios_of_sums_far_from_1(shift, backend):
-    """Of segments whose log-ratios add up: neither their distances from 1 nor a saturation hide the small ones."""
+    """The log-ratios of segments add up: neither distances from 1 nor a saturation hide the small ones."""
     sums = [shift, shift + 1, shift - 1, shift + 2, -290.0 if shift < 0 else shift - 2]
     batch = hpo.PackedBatch.from_lengths([100] * 5)
     logp = (torch.tensor(sums) / 100).repeat_interleave(100)

@@ -73,7 +73,7 @@ def of_ours(batch, gate, weights, engine, logp=None, **others):
 
 
 def differences(theirs, out):
-    """Of loss and of gradient, relative to the largest element."""
+    """The differences of loss and of gradient, relative to the largest element."""
     size = theirs[1].abs().max()
     return (
         (abs(out.loss - theirs[0]) / theirs[0].abs()).item(),

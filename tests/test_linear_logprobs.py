@@ -48,7 +48,7 @@ def call(hidden, weight, targets, a, b, temperature=1.0, *, bias=None, backend="
 
 
 def eager(hidden, weight, targets, a, b, temperature=1.0, *, bias=None, entropy=True, softcap=None, logit_scale=1.0):
-    """As one writes it, in the dtype of the arguments."""
+    """The function as one writes it, in the dtype of the arguments."""
     leaves = [each.detach().requires_grad_() for each in (hidden, weight, bias) if each is not None]
     logits = leaves[0] @ leaves[1].t()
     logits = logit_scale * (logits if bias is None else logits + leaves[2])
@@ -62,13 +62,6 @@ def eager(hidden, weight, targets, a, b, temperature=1.0, *, bias=None, entropy=
     outputs, upstream = ([logp, h], [a, b]) if entropy else ([logp], [a])
     gradients = torch.autograd.grad(outputs, leaves, [each.to(logp.dtype) for each in upstream])
     return [logp.detach(), h.detach() if entropy else logp.detach(), *gradients]
-
-
-def counted_products(monkeypatch):
-    """A list that grows by one at every matrix product."""
-    products, multiply = [], ops._multiply
-    monkeypatch.setattr(ops, "_multiply", lambda *args, **keywords: products.append(multiply(*args, **keywords)))
-    return products
 
 
 VARIANTS = {
@@ -217,7 +210,7 @@ def test_ignored_rows_are_not_read(dtype, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_where_rows_cannot_be_counted_they_are_zeros(dtype, monkeypatch):
-    """As on a GPU: no row is left out of the products, and none that is ignored is read."""
+    """A GPU does the same: no row is left out of the products, and none that is ignored is read."""
     hidden, weight, targets, a, b = head(dtype)
     a[:7], b[:7] = 0.0, 0.0
     expected = call(hidden, weight, targets, a, b, block=BLOCK)

@@ -185,7 +185,7 @@ def test_an_undefined_row_is_nan_and_alone(wrong, backend):
 
 @both
 def test_a_vocabulary_of_one_token(backend):
-    """Whose gradient is 0, and NaN where the row is undefined."""
+    """Its gradient is 0, and NaN where the row is undefined."""
     logits = torch.tensor([[2.0], [math.nan], [math.inf], [-math.inf], [2.0]])
     for mine in call(logits, torch.tensor([0, 0, 0, 0, 1]), backend=backend):
         assert mine.flatten()[0] == 0 and mine.flatten()[1:].isnan().all()
@@ -239,7 +239,7 @@ def test_a_temperature_for_each_token(backend):
 
 @crossed(BOTH, temperature=(1e-10, 1e-20, 1e-30, 3e-36))
 def test_a_temperature_near_0(temperature, backend):
-    """Of logits that are a number of temperatures apart, and of others, which leave all to the greatest. The square of
+    """Some logits are a number of temperatures apart, others leave all to the greatest. The square of
     1 / temperature may be beyond float32: where logits are nearer to each other than 1e-17, a gradient is a number."""
     ones = torch.ones(2)
     logits = torch.tensor([[0.0, 0.5, -1.0, 0.25], [-3.0, 1.5, -2.0, 1.5]]).double()
@@ -270,7 +270,7 @@ def test_a_temperature_is_a_number_above_0(wrong):
 
 @native
 def test_of_a_temperature_that_is_not_read_before_a_kernel_says_nan(backend):
-    """As those of a GPU are. Numbers below the least normal one of float32 are not allowed either."""
+    """The temperatures of a GPU are such. Numbers below the least normal one of float32 are not allowed either."""
     held = torch.finfo(torch.float32)
     temperatures = torch.tensor(
         [held.tiny, held.max, 1.1754942e-38, 4e-39, 1e-45, 0.0, -1.0, math.inf, math.nan], dtype=torch.float32

@@ -177,7 +177,7 @@ def test_there_is_no_second_tensor_of_the_size_of_the_logits():
 
 
 def test_logits_that_something_else_has_kept_are_missed():
-    """By a second backward, and by another operation, whichever of the two graphs runs first."""
+    """A second backward misses them, and so does another operation, whichever of the two graphs runs first."""
     changed = "modified by an inplace operation"
     hidden, head, targets = model()
     logp = hpo.token_logprobs(hidden @ head, targets, inplace_gradient=True).logp.sum()

@@ -31,7 +31,7 @@ def test_results_are_float32_and_gradients_are_of_the_logits(dtype, backend):
 @pytest.mark.usefixtures("at_length")
 @both
 def test_all_numbers_of_16_bits(backend):
-    """Of a row that holds every finite one, subnormal numbers among them."""
+    """A row holds every finite one, subnormal numbers among them."""
     for dtype in (torch.bfloat16, torch.float16):
         numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
         numbers = numbers[numbers.isfinite()]

@@ -28,7 +28,7 @@ QUANTITIES = ("logp", "entropy", "gradient")
 
 
 def eager(logits, targets, temperature):
-    """With the care that -inf takes: its product with a probability of 0 is left out."""
+    """The formula with the care that -inf takes: its product with a probability of 0 is left out."""
     logps = torch.log_softmax(logits / temperature, -1)
     terms = torch.where(logps.isinf(), 0.0, logps.exp() * logps.masked_fill(logps.isinf(), 0.0))
     return logps.gather(-1, targets[:, None]).squeeze(-1), -terms.sum(-1)
@@ -114,7 +114,7 @@ def rows_of(name, temperature, dtype, count):
 
 
 def error(result, true):
-    """Of each row; that of a gradient is its largest element's. What is not finite is off by infinity."""
+    """The error of each row; that of a gradient is its largest element's. What is not finite is off by infinity."""
     off = (result.double() - true).abs().nan_to_num(torch.inf, torch.inf)
     return off if off.dim() == 1 else off.amax(-1)
 

@@ -60,7 +60,7 @@ def both(logits, *given, factor=1.0, inplace=False, **options):
 
 
 def are_same(one, two):
-    """To the bit: +0 and -0 differ, a NaN equals itself."""
+    """Whether they are the same to the bit: +0 and -0 differ, a NaN equals itself."""
     bits = [[each.contiguous().reshape(-1).view(torch.uint8) for each in tensors] for tensors in (one, two)]
     return all(torch.equal(mine, theirs) for mine, theirs in zip(*bits, strict=True))
 
@@ -169,7 +169,7 @@ on_gpus = pytest.mark.parametrize("backend", [backend for backend in NATIVE if b
     ],
 )
 def test_every_gate_on_tokens(name, backend):
-    """With few inputs, with all, and with a penalty of each token: every other time in place."""
+    """The inputs are few, or all, or a penalty of each token: every other time in place."""
     gate, dtypes = ON_TOKENS[name], (torch.float32, torch.bfloat16, torch.float16)
     for at, (call, dtype) in enumerate(zip(CALLS, dtypes, strict=True)):
         if is_interpreted(backend) and at != len(name) % 3:
@@ -236,7 +236,7 @@ def test_rows_of_several_steps(inplace, dtype, columns, backend):
 
 @on_gpus
 def test_rows_too_long_for_the_cache_are_read_twice(backend, monkeypatch):
-    """To the same bits. The emulated device has three processors and a cache of one megabyte."""
+    """The bits are the same. The emulated device has three processors and a cache of one megabyte."""
     columns = 100_000
     if backend == "triton":
         monkeypatch.setattr(

@@ -76,7 +76,7 @@ def test_every_number_by_hand(backend):
 
 @pytest.mark.parametrize("drift", [1e-2, 1e-4, 1e-6])
 def test_k3_of_small_drifts_is_not_the_rounding_of_ratios(drift, backend):
-    """Of ratios in float32 it would be some 1e-8."""
+    """The k3 of ratios in float32 would be some 1e-8."""
     draw = torch.Generator().manual_seed(0)
     old_logp = -0.1 - torch.rand(4096, generator=draw)
     logp = old_logp + drift * torch.randn(4096, generator=draw)

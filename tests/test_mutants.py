@@ -101,7 +101,7 @@ def test_ignored_stride_is_killed(monkeypatch):
 
 
 def test_what_kills_a_mutant_runs_when_its_file_changes():
-    """Of `make test-changed`, whose rules could otherwise leave out a test that would have found a bug."""
+    """The rules of `make test-changed` could otherwise leave out a test that would have found a bug."""
     for name, mutant in MUTANTS.items():
         folder = "kernels/hpo_triton" if mutant.backend == "triton" else "csrc"
         modules, on = affected([f"{folder}/{mutant.file}"])

@@ -104,7 +104,7 @@ def test_saturation_keeps_the_slope(native_backends):
         assert (grad == grad[0]).all() and grad[0] != 0, backend
 
 
-# By place: all at once, each in a row of its own, and one by one.
+# Log-ratios by place: all at once, each in a row of its own, and one by one.
 STRAY = [
     {1: math.nan, 7: -math.inf, 14: math.inf, 20: 120.0, 30: -120.0, 35: 1e30},
     *({7: value} for value in (math.nan, -math.inf, math.inf, 100.0, -100.0)),
@@ -144,7 +144,7 @@ def test_log_probabilities_that_are_not_finite(name, native_backends):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_infinite_and_nan_log_ratios(name, native_backends):
-    """Of the policy and of the reference, within the budget."""
+    """Log-ratios of the policy and of the reference stay within the budget."""
     features, layout = {"weights", "kl", "kl_weight"}, Layout((7, 5), 1, "none", False, 9)
     example = testing.random_policy_loss(0, KINDS[name], features, layout=layout)
     logp, reference = example.logp.clone(), example.keywords["ref_logp"].clone()

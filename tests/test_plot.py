@@ -34,7 +34,7 @@ def _closed():
 
 
 def heights(axes, label):
-    """Of the bars with a label, by place."""
+    """The heights of the bars with a label, by place."""
     (container,) = [each for each in axes.containers if each.get_label() == label]
     return {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in container}
 
@@ -50,7 +50,7 @@ def levels_of(axes):
 
 
 def lines_of(axes):
-    """From where to where each dashed line runs, and its height."""
+    """The ends of each dashed line, and its height."""
     return [(list(line.get_xdata()), line.get_ydata()[0]) for line in axes.lines if line.get_linestyle() == "--"]
 
 

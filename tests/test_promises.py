@@ -124,7 +124,7 @@ def keeps(first_order):
 
 @of_every_gate(keeps([FirstOrder.EXACT, FirstOrder.TARGET]))
 def test_on_policy_the_gradient_is_minus_w_a(name, native_backends):
-    """To the bit, with every input that leaves it so, and +0 for tokens that are not selected."""
+    """It is that to the bit, with every input that leaves it so, and +0 for tokens that are not selected."""
     gate = CATALOGUE[name]
     for backends, lengths in (
         ([each for each in native_backends if is_slow(each)], (5, 0, 40, 1, 7)),
@@ -161,8 +161,8 @@ def test_on_policy_the_gradient_is_minus_w_a(name, native_backends):
 
 @of_every_gate(keeps([FirstOrder.SEGMENT_MEAN, FirstOrder.SEGMENT_SUM]))
 def test_on_policy_a_gate_without_residual_gives_its_segment_the_mean(name, native_backends):
-    """Of -w A over the finest level's segment, or its sum, to unselected tokens as well; to the bit where all of a
-    segment's are equal."""
+    """The mean is that of -w A over the finest level's segment, or its sum, for unselected tokens as well; to the bit
+    where all of a segment's are equal."""
     gate, example = CATALOGUE[name], Example(2)
     inputs = on_policy(example, gate)
     row, covered = example.row(), example.covered(gate)
@@ -269,8 +269,8 @@ def coarsest(example, gate):
 
 @of_every_gate()
 def test_a_gradient_does_not_depend_on_packing(name, native_backends):
-    """To the bit, whatever the order of rows, their place and alignment in the pack, and what their neighbours say. For
-    interpreted kernels the test of micro-batches shows it, whose rows are in another order."""
+    """Its bits are the same, whatever the order of rows, their place and alignment in the pack, and their
+    neighbours. For interpreted kernels the test of micro-batches shows it, whose rows are in another order."""
     gate, order = CATALOGUE[name], torch.randperm(12, generator=torch.Generator().manual_seed(1))
     for backend in running(name, native_backends):
         if is_slow(backend):
@@ -351,8 +351,8 @@ def test_a_trajectory_does_not_know_where_it_lies(name, native_backends):
 
 @of_every_gate()
 def test_micro_batches_give_the_same_gradient(name, native_backends):
-    """To the bit, of segments that stay whole, of rows in any order, whatever new memory holds; losses and metrics of
-    the parts add up to those of the step."""
+    """It is the same to the bit for segments that stay whole, rows in any order, whatever new memory holds; losses and
+    metrics of the parts add up to those of the step."""
     gate, example = CATALOGUE[name], twelve_rows()
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     place = coarsest(example, gate).unique(return_inverse=True)[1][order] % 2
@@ -376,7 +376,7 @@ def test_micro_batches_give_the_same_gradient(name, native_backends):
 
 @pytest.mark.parametrize("gate", [gates.dapo(), gates.cispo(), gates.gspo(0.1, 0.2), gates.gspo_token(0.1, 0.2)])
 def test_micro_batches_of_a_batch(gate, native_backends):
-    """As :meth:`PackedBatch.micro_batches` cuts it."""
+    """:meth:`PackedBatch.micro_batches` cuts it."""
     layout = Layout((5, 2, 0, 7, 1, 4), 0, "some", False, 6)
     features = {"weights", "kl", "kl_weight", "token_weight"}
     example = testing.random_policy_loss(0, gate, features, layout=layout)
@@ -405,7 +405,7 @@ def test_the_public_check_finds_nothing(gate, backend):
     assert report.kept == testing.promises("policy_loss")
 
 
-# Of presets whose rows know of each other only within a trajectory, as generated batches have them, and need no target.
+# Presets without a target whose rows know of each other only within a trajectory, as generated batches have them.
 CHECKED = [
     name
     for name, gate in catalogue.FAMILIES["preset"].items()

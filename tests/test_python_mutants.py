@@ -366,7 +366,7 @@ def one_case(rank, engine):
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_killed(name):
-    """By a test that passes without it."""
+    """The test that kills it passes without it."""
     mutant = MUTANTS[name]
     killer(mutant.killer, mutant.arguments)()
     with python(mutant):

@@ -30,7 +30,7 @@ class Packs:
         return torch.nn.utils.rnn.pad_sequence(packs, batch_first=True)[:, 1:]
 
     def masked(self, values):
-        """As open-instruct marks what is no log-probability."""
+        """The values with open-instruct's mark where there is no log-probability."""
         return torch.where(self.mask, self.of(values), 1.0)
 
 

@@ -436,7 +436,7 @@ def test_roll_trains_agents_without_the_mask_of_samples_and_filters_their_entrop
 
 
 def means(values, mask, of_turns):
-    """Of each row, or of each of its runs of valid tokens, at all its tokens."""
+    """The mean of each row, or of each of its runs of valid tokens, at all its tokens."""
     found = torch.zeros_like(values)
     for row in range(ROWS):
         begins = mask[row].long().diff(prepend=torch.zeros(1).long()) > 0

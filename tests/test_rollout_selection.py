@@ -60,7 +60,7 @@ def test_gfpo_is_grpo_of_the_shortest():
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e9, 1e30])
 def test_d3s_samples_of_one_group_do_not_depend_on_the_numbers_of_another(scale):
-    """Of equal variance those with the fewest low ones, whatever stands before."""
+    """Those with the fewest low ones win among equal variances, whatever stands before."""
     own, other = torch.tensor([0.0, 1, 5, 9, 8.75, 0.25]), torch.tensor([0.1, 0.2, 0.7]) * scale
     ids = torch.tensor([1] * 3 + [2] * 6)
     for k in (1, 2, 3, 4):

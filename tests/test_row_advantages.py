@@ -38,7 +38,7 @@ def test_on_policy_a_row_without_one_log_ratio_has_the_gradient_of_any_other(bac
 
 @pytest.mark.parametrize("gate", [*KINDS.values(), gates.fiberpo()], ids=[*KINDS, "fiberpo"])
 def test_one_advantage_in_each_row_is_that_of_the_row(gate, backend="cpu"):
-    """To the bit, whatever stands at masked tokens and in the other rows; the last row has one that differs."""
+    """The bits are the same, whatever stands at masked tokens and in other rows; the last row has one that differs."""
     lengths = [3000, 1, 0, *[30] * 50, 17_000, 1024, 5]
     draw, tokens = torch.Generator().manual_seed(4), sum(lengths)
     mask = torch.rand(tokens, generator=draw) < 0.9
@@ -63,7 +63,7 @@ def test_one_advantage_in_each_row_is_that_of_the_row(gate, backend="cpu"):
 
 
 def test_short_rows_of_one_and_of_several_advantages(backend):
-    """Beside each other, where the CPU measures several at once."""
+    """Such rows stand beside each other, where the CPU measures several at once."""
     lengths, draw = [20, 30, 25, 40], torch.Generator().manual_seed(7)
     old_logp = -torch.rand(115, generator=draw)
     logp, advantages = old_logp + 0.1 * torch.randn(115, generator=draw), torch.randn(115, generator=draw)

@@ -128,7 +128,7 @@ class Elsewhere(torch.Tensor):
 
 @of_gpus
 def test_a_factor_on_a_device_is_read_there(backend):
-    """By the kernel for contiguous values and a factor in float32, by PyTorch for others."""
+    """The kernel reads it for contiguous values and a factor in float32, PyTorch for others."""
     calls, ours = [], importlib.import_module("hpo_core.ops.gates")
 
     def scaling(op, values, asked):

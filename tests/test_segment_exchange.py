@@ -98,7 +98,7 @@ def names_of(ranks):
     return GATE_OF if ranks == 2 else ("fiberpo_domain", "mixed", "four levels")
 
 
-# Of the metrics of levels: what ranks share in rows, in parts of them, and not at all.
+# The cases of metrics of levels: what ranks share in rows, in parts of them, and not at all.
 OBSERVED = [
     (2, "rows", "four levels"),
     (2, "cut", "mixed"),
@@ -366,7 +366,7 @@ def test_corrections_over_cut_segments(name, found, native_backends):
 
 @pytest.mark.parametrize(("ranks", "layout", "name"), OBSERVED, ids=[f"{n} {on} {of}" for n, on, of in OBSERVED])
 def test_metrics_of_levels(ranks, layout, name, found, native_backends):
-    """Those of all ranks are those of one process, on every rank to the bit; a segment that ranks share counts once."""
+    """Metrics of all ranks are those of one process, the same bits on each; a segment that ranks share counts once."""
     step = Step.make()
     for backend in ("reference", *backends_of(name, layout, native_backends)):
         one = step.run(GATE_OF[name], backend, report=("levels",)).levels.table

@@ -142,7 +142,7 @@ def test_group_statistics(backend, units, left_out):
 
 
 def test_units_of_one_group_meet_in_the_table_in_any_order(monkeypatch):
-    """Of CUDA, whose threads find the entry of their group at once where there are more units than a block takes."""
+    """Threads of CUDA find the entry of their group at once where there are more units than a block takes."""
     if not hpo.backends()["cuda_emulated"]:
         pytest.skip("cuda_emulated is not built")
     values, ids = torch.linspace(-1.0, 1.0, 4_100), torch.arange(4_100) % 3
@@ -257,7 +257,7 @@ TOO_MANY = (
 
 @pytest.mark.parametrize(("name", "call"), TOO_MANY)
 def test_more_rows_or_segments_than_kernels_can_number_are_refused(name, call):
-    """By a batch, and by operators, which users may call themselves."""
+    """A batch refuses them, and so do operators, which users may call themselves."""
     error = rf"^{name}: expected at most 2\^30 rows or segments, .* got 1073741825; make"
     with pytest.raises(ValueError, match=error):
         call()

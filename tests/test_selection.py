@@ -134,7 +134,7 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
 @pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo()], ids=lambda gate: gate.name)
 def test_a_constant_factor_on_the_penalty_is_its_coefficient(gate, penalty, backend):
-    """To the bit: a factor of 1 changes nothing, and one of 1/2 is half the coefficient."""
+    """The bits agree: a factor of 1 changes nothing, and one of 1/2 is half the coefficient."""
     example = Example(backend, 2)
     constant = Selection(kl_weight=torch.full_like(example.weight, 0.5))
     given = {"ref_logp": example.ref, "report": ("tokens",)}

@@ -16,7 +16,7 @@ example = pytest.fixture(example_of)
 @pytest.mark.parametrize("gate", [GATE, gates.gspo(0.05, 0.05)], ids=lambda gate: gate.name)
 @pytest.mark.parametrize("scope", ["batch", "call"])
 def test_the_single_call_is_the_three_calls(example, advantage, gate, scope, backend):
-    """To the bit: loss, metrics, gradient."""
+    """Loss, metrics and gradient agree to the bit."""
     rewards = torch.tensor([1.0, 0.0, 2.0, 1.0], device=example.logp.device)
     window = entropy.ares(2, "0.4", scope=scope)
     keywords = {
@@ -185,7 +185,7 @@ def test_estimators_of_steps_count_a_step_of_several_ranges_once():
 
 
 def test_a_negative_trajectory_id_of_a_batch_names_a_trajectory():
-    """To an estimator it would mean that a step is in none."""
+    """An estimator would take it to mean that a step is in none."""
     rewards, anchors = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0, 0, 1])
     gradients = []
     for trajectories in ([7, 4, 4], [-1, -(2**63), -(2**63)], [-1, 4, 4]):

@@ -27,7 +27,7 @@ def aggregates_of(gate):
     return {level.aggregate for level in gate.levels}
 
 
-# Of a censored head and under a pre-gate they are no log-ratios.
+# The gates whose sums are log-ratios, as those of a censored head and under a pre-gate are not.
 PLAIN = {name: gate for name, gate in STAGED.items() if gate.head is not Head.CENSORED and name != "pre-gated"}
 SUMMED = {name: gate for name, gate in PLAIN.items() if aggregates_of(gate) <= {Aggregate.MEAN, Aggregate.SUM}}
 THROUGH = {name: gate for name, gate in STAGED.items() if any(x.routing is Routing.THROUGH for x in gate.levels)}
@@ -107,7 +107,7 @@ BY_PARTS = [  # a gate of GATES whose parts the others have is tried at length
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", BY_PARTS)
 def test_in_stages_is_the_whole(name, native_backends):
-    """To the bit, for leaves that stand alone and for long ones; a process without tokens asks the same."""
+    """The bits agree for leaves that stand alone and for long ones; a process without tokens asks the same."""
     gate = STAGED[name]
     for backend in native_backends:
         for rows, several, want_grad in examples_of(name, backend):
@@ -208,7 +208,7 @@ def test_processes_that_share_their_segments_get_the_gradient_of_one(name, nativ
 
 
 class Doubled(Watched):
-    """As if a second process had the same."""
+    """An exchange as if a second process had the same."""
 
     def sums(self, table):
         table *= 2

@@ -208,7 +208,7 @@ def test_gradcheck(support):
 
 
 def test_compiled_without_a_break_or_a_graph_for_each_size():
-    """Of tokens, of the vocabulary and of ids: one graph, and one more with sizes as symbols."""
+    """Sizes are those of tokens, of the vocabulary and of ids: one graph, and one more with sizes as symbols."""
 
     def loss(logits, tokens, ids, top_k, batch):
         floor = hpo.support_floor(logits, 0.7, top_k=top_k, top_p=0.9)

@@ -148,7 +148,7 @@ EDGES = [(-0.5, -61.5), (-61.5, -0.5), (-0.5, -31.5), (LOWEST, -0.5), (-0.5, LOW
 
 @pytest.mark.parametrize("head", Head)
 def test_heads_of_huge_ratios_and_lowest_log_probabilities(head, native_backends):
-    """Of both signs of A, on which a loss cancels: also where kernels are interpreted."""
+    """The signs of A are both, so that a loss cancels: also where kernels are interpreted."""
     gate, batch = gate_of(head, "token"), hpo.PackedBatch.from_lengths([len(EDGES)] * 2)
     if head is not Head.CENSORED:  # whose level bounds what it takes; the others without any bound
         gate = RatioGate("open", Identity(), head=head, head_numbers=gate.head_numbers)

@@ -311,7 +311,7 @@ def test_promises_about_features_that_are_left_out_are_not_judged(features):
     assert [verdict.kept for verdict in report.verdicts] == [True if need in features else None for need in needs]
 
 
-# Of steps, groups and domains, with a target, and of the sampler.
+# Gates of steps, groups and domains, with a target, and of the sampler.
 ODD = (
     *("hierarchy: step_gspo", "hierarchy: two_scale", "preset: p3o", "hierarchy: fiberpo_domain", "preset: bpo"),
     "preset: hispo",

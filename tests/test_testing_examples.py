@@ -42,7 +42,7 @@ def test_values_that_are_not_finite_must_be_met(value):
 
 @pytest.mark.parametrize("ulps", [4, -4])
 def test_an_exponential_off_by_4_ulp_is_beyond_the_budget(ulps):
-    """Of the metrics of small log-ratios; far from 0 the rounding of a log-ratio is worth as much."""
+    """The budget is that of metrics of small log-ratios; far from 0 the rounding of a log-ratio is worth as much."""
     example = testing.random_policy_loss(layout=Layout((3, 4), masked="none", seed=15))
     expected = testing.expect_policy_loss(example)["metrics"]
 

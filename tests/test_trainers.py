@@ -257,7 +257,7 @@ def test_openrlhf_is_replaced_where_its_actor_looks_the_name_up(monkeypatch):
 )
 @pytest.mark.parametrize("gate", ["gspo", ""])
 def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(gate, name, main, arguments, monkeypatch):
-    """Beside what the trainer itself asks of Ray."""
+    """They stand beside what the trainer itself asks of Ray."""
     monkeypatch.setenv("HPO_GATE", gate)
     monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
     asked = {}

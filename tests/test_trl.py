@@ -241,7 +241,7 @@ def test_training_equals_trl(name, trl_run, tmp_path, monkeypatch):
 
 
 def test_training_with_our_head_equals_trl(trl_run, tmp_path, monkeypatch):
-    """To rounding, as far as a run of TRL's own whose vocabulary is summed up in other chunks is from it."""
+    """It is as far from TRL's as a run of TRL's own whose vocabulary is summed up in other chunks."""
     ours, theirs = run(hpo_trl.HPOTrainer, tmp_path, **RUNS["dapo"]), trl_run("dapo")
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 5)
     rounding = differences(run(trl.GRPOTrainer, tmp_path, **RUNS["dapo"]), theirs)

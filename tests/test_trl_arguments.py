@@ -209,7 +209,7 @@ def test_an_estimator_of_several_rewards_gets_what_each_function_says(tmp_path):
 
 @pytest.mark.parametrize("scaling", ["group", "batch", "none", "normalize_then_sum"])
 def test_trl_s_own_advantages_agree(scaling, tmp_path, monkeypatch):
-    """As its trainer computes them from the rewards of two functions, one completion scored by nobody."""
+    """Its trainer computes them from the rewards of two functions, one completion scored by nobody."""
     draw = torch.Generator().manual_seed(3)
     scores = torch.randint(0, 9, (32, 2), generator=draw) / 4
     scores[5] = math.nan

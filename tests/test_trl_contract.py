@@ -80,7 +80,7 @@ def test_every_key_the_loss_reads_is_known():
 
 
 def test_images_reach_a_scoring_that_names_nothing(tmp_path):
-    """As Unsloth's does, and TRL's did: what is for the model goes there, what is for the loss does not."""
+    """Unsloth's scoring is one, and TRL's was: what is for the model goes there, what is for the loss does not."""
     inputs, scored = micro_batch()
     trainer, seen = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": hpo.gates.ppo_clip()}), {}
     trainer.current_gradient_accumulation_steps = 1

@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 def advantages_of(own, processes):
-    """As the trainer of a process computes them, which has these rows."""
+    """The advantages as the trainer of a process with these rows computes them."""
     masks, steps, rewards = completions()
     logged = []
     trainer = SimpleNamespace(

@@ -124,7 +124,7 @@ def test_turns_of_tools_train(tmp_path, monkeypatch):
     ways = [(0, 1, 2), (0, 1, 0), (0, -1), (0,)]
     assert seen == [[f"room {at}" for at in way] for way in ways] * 2
 
-    # By hand: the reward of a run at its last turn, anchors the rooms, groups of four.
+    # Advantages by hand: the reward of a run at its last turn, anchors the rooms, groups of four.
     mask = (output["completion_mask"] * output["tool_mask"]) != 0
     rooms = [room for run in seen for room in run]
     run = torch.tensor([at for at, each in enumerate(seen) for _ in each])

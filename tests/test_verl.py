@@ -31,7 +31,7 @@ PRESETS = {
     "hpo_gspo_token": ("gspo", {"clip_ratio_low": 0.03, "clip_ratio_high": 0.04}),
     "hpo_cispo": ("cispo", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.25}),
 }
-# Those whose numbers are the configuration's.
+# The gates whose numbers are the configuration's.
 CONFIGURED = ("ppo_clip", "dapo", "cispo", "gspo", "gspo_token", "sapo", "dro")
 
 
@@ -427,7 +427,7 @@ def names_found(variables):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_verl_finds_us(monkeypatch):
-    """As a plugin, and as an external module."""
+    """It finds a plugin, and an external module."""
     for name in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES"):
         monkeypatch.delenv(name, raising=False)
     names = [f"hpo_{name}" for name in (*CONFIGURED, *hpo_verl.PRESETS)]

@@ -115,7 +115,7 @@ def test_the_optimal_token_baseline_agrees_with_verl():
 
 
 def test_the_baseline_that_counts_valid_tokens_agrees_with_verl():
-    """With tool tokens, and with the sampler's importance weights."""
+    """Rows have tool tokens, and the sampler's importance weights."""
     for seed in range(20):
         padded = Padded(seed)
         weights = torch.rand(padded.mask.shape, generator=torch.Generator().manual_seed(seed)) + 0.5

@@ -34,7 +34,7 @@ def registry():
 
 
 class Rollout(Batch):
-    """With the entropies of the policy that sampled, and four answers to each of two prompts."""
+    """A batch with the entropies of the policy that sampled, and four answers to each of two prompts."""
 
     def __init__(self, seed=0):
         super().__init__(seed)
@@ -167,7 +167,7 @@ def test_rows_may_be_padded():
 
 
 def entropies(batch, requires_grad=False):
-    """Of the policy that is trained, for prompts and responses, as verl's model gives them."""
+    """The entropies of the policy that is trained, for prompts and responses, as verl's model gives them."""
     packed = torch.rand(len(batch.logp), generator=torch.Generator().manual_seed(7)).requires_grad_(requires_grad)
     return packed, torch.nested.nested_tensor_from_jagged(packed, batch.offsets)
 

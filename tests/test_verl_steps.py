@@ -50,7 +50,7 @@ class Runs:
             )
 
     def expected(self, estimator):
-        """For each run and row the advantage of each token, by a loop over their steps."""
+        """The advantage of each token, by run and row, by a loop over their steps."""
         columns, tokens = [], []
         for run, of_run in enumerate(self.steps):
             flat = [(*step, run) for of_row in of_run for step in of_row]

@@ -39,7 +39,21 @@ _NO_TENSORS = {"hpo_core.advantages.distributed.over_ranks"}  # takes an estimat
 def test_every_public_function_has_a_valid_call():
     known = {call.name for call in calls()} | _NO_TENSORS
     unknown = [name for name, function in public_functions() if takes_tensors(function) and name not in known]
-    assert unknown == [], "give them arguments in tests/valid_calls.py"
+    assert unknown == [], "give them arguments in tests/valid_calls.py, operators in tests/valid_operators.py"
+
+
+def test_every_tensor_that_a_public_function_takes_is_in_a_valid_call():
+    given = {(call.name, name) for call in calls() for name, value in call.arguments.items() if value is not None}
+    named = {name for name, _ in given}
+    missing = [
+        (name, parameter.name)
+        for name, function in public_functions()
+        if name in named and not name.startswith("torch.ops")
+        for parameter in inspect.signature(function).parameters.values()
+        if "Tensor" in str(parameter.annotation) and "Callable" not in str(parameter.annotation)
+        if parameter.kind is not parameter.VAR_KEYWORD and (name, parameter.name) not in given
+    ]
+    assert missing == [], "give them in tests/valid_calls.py"
 
 
 @pytest.mark.parametrize("call", calls(), ids=lambda call: call.name.removeprefix("hpo_core."))
@@ -172,9 +186,21 @@ ERRORS = [
         lambda: BATCH.select(ROWS.numpy()),
         "rows: expected a tensor or a sequence of integers, .*; convert it with torch.as",
     ),
-    (lambda: _loss(weights=hpo.aggregation.token_mean), r"weights: .*, got the function token_mean; call it: token_m"),
+    (lambda: _loss(weights=hpo.aggregation.token_mean), r"weights: .*; call it: token_mean\(batch\)$"),
     (lambda: _loss(weights=ROWS.mean), r"weights: expected a tensor \[S\] \(one per row\), got the function mean$"),
-    (lambda: _loss(weights="mean"), r"weights: expected a tensor \[S\] \(one per row\), got <class 'str'>$"),
+    (lambda: _loss(weights="mean"), r"weights: expected a tensor \[S\] .*; the functions of hpo_core\.aggreg"),
+    (lambda: _loss(kl=hpo.kl.k3, ref_logp=TOKENS), r"kl: expected a penalty .*; call it: k3\(beta\)$"),
+    (lambda: hpo.kl.k3(-0.1), "beta: expected a number >= 0 that is finite in float32, got -0.1"),
+    (
+        lambda: hpo.hierarchical_policy_loss(TOKENS, None, ROWS, BATCH, advantage=ROWS),
+        "advantage: .*; policy_loss takes",
+    ),
+    (lambda: hpo.advantages.grpo(ROWS[None], None), r"rewards: expected shape \[U\] .*; use rewards\.flatten\(\) if"),
+    (lambda: hpo.aggregation.token_mean(TOKENS[None] == 0), r"batch: .*; PackedBatch\.from_padded\(mask\) is one"),
+    (lambda: hpo.aggregation.token_mean(next(BATCH.micro_batches(9))), r"batch: .*MicroBatch'>; pass its \.batch"),
+    (lambda: hpo.token_logprobs(TOKENS[:, None], TOKENS.long(), BATCH), "temperature: .* a batch; pass batch="),
+    (lambda: hpo.token_logprobs(TOKENS[:, None], TOKENS.long(), TOKENS == 0), "temperature: .* a batch; pass batch="),
+    (lambda: _loss().metrics["clip_fraction"], r"metrics: no slot named 'clip_fraction'; compute\(\) has means; the"),
     (lambda: _loss(weights=types.SimpleNamespace(logits=ROWS)), r"weights: expected a tensor .*; pass its \.logits"),
     (lambda: _loss(weights=torch.nn.Linear(1, 1)), r"weights: expected a tensor .*Linear'>; pass its \.weight"),
     (lambda: BATCH.replace(group_ids=["a", "b"]), r"group_ids: .*'list'>; convert it with hpo_core\.segments\.ids_of"),

@@ -43,7 +43,7 @@ class Batch:
         return torch.tensor([0, *self.lengths]).cumsum(0).int()
 
     def poisoned(self, values):
-        """With NaN wherever nothing may be read."""
+        """The values with NaN wherever nothing may be read."""
         return torch.where(self.mask, values, torch.nan)
 
 
@@ -70,7 +70,7 @@ def close(ours, theirs):
 
 
 def differ(ours, theirs, logp):
-    """That the comparison discriminates."""
+    """Check that the comparison discriminates."""
     (_, grad), (_, expected) = gradient(ours, logp), gradient(theirs, logp)
     assert not torch.allclose(grad, expected, rtol=1e-2, atol=1e-3 * expected.abs().max().item())
 
@@ -141,7 +141,7 @@ def k3(logp, ref, kl_loss_type, importance_ratio=None):
 
 
 def clamped_k3(logp, ref, factor=1.0):
-    """That of NeMo-RL, and of ROLL, which does not clamp the log-ratio: beyond 20 the value is at its bound anyway."""
+    """NeMo-RL's k3, and ROLL's, which does not clamp the log-ratio: beyond 20 the value is at its bound anyway."""
     return (factor * k3(logp, ref.clamp(logp.detach() - 20, logp.detach() + 20), "k3")).clamp(-10, 10)
 
 

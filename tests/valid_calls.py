@@ -463,14 +463,14 @@ def _logprobs() -> Iterator[Call]:
     yield _call(hpo.linear_token_logprobs, **head)
     batch = PackedBatch(integers(0, 3, 5), bools(0, 1, 1, 0, 1))
     yield _call(hpo.linear_token_logprobs, "temperature", **head, temperature=TEMPERATURES, batch=batch)
-    part = {**given, "first": 8, "vocabulary": 16}
+    part = {**given, "temperature": TEMPERATURES, "first": 8, "vocabulary": 16}
     state = hpo.logprob_states.LogprobState(TEMPERATURES, LOGITS[:, 0] + 1, LOGITS[:, 1], TEMPERATURES - 1)
-    yield _call(hpo.logprob_states.part, **part)
-    yield _call(hpo.logprob_states.merge, states=[state, state])
+    yield _call(hpo.logprob_states.part, "temperature", **part)
+    yield _call(hpo.logprob_states.merge, "temperature", states=[state, state], temperature=TEMPERATURES)
     # A state without a distance has no entropy.
-    yield _call(hpo.logprob_states.finish, "state", state=state, targets=TARGETS)
+    yield _call(hpo.logprob_states.finish, "state temperature", state=state, targets=TARGETS, temperature=TEMPERATURES)
     gradients = {"logp_gradient": TEMPERATURES, "entropy_gradient": TEMPERATURES}
-    yield _call(hpo.logprob_states.part_gradient, **part, state=state, **gradients)
+    yield _call(hpo.logprob_states.part_gradient, "temperature", **part, state=state, **gradients)
     packed = PackedBatch(integers(0, 3, 5), bools(0, 1, 1, 0, 1))
     loss = {**given, "old_logp": TEMPERATURES - 2, "advantages": floats(1, -1), "batch": packed}
     yield _call(hpo.policy_loss_from_logits, **loss)

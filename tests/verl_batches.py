@@ -91,7 +91,7 @@ ENVIRONMENT = {
 
 
 def environment(*modules):
-    """Of a process with verl on the CPU; each of its workers imports the modules."""
+    """The environment of a process with verl on the CPU; each of its workers imports the modules."""
     return os.environ | ENVIRONMENT | {
         "VERL_USE_EXTERNAL_MODULES": ",".join([PROGRAM.stem, *modules]),
         "PYTHONPATH": os.pathsep.join([str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")]),
@@ -99,7 +99,7 @@ def environment(*modules):
 
 
 def actors(ranks, folder, *names, modules=()):
-    """What the ranks of verl's actor have computed, each its dictionary."""
+    """What the ranks of verl's actor have computed, a dictionary for each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -4,11 +4,12 @@
 
 namespace hpo::bindings {
 
-// terms: of a GroupTerm of hpo_core/specs its fields, in order.
+// terms: the fields of each GroupTerm of hpo_core/specs, in order.
 inline GroupNormaliseArgs make_groups(const py::sequence& terms, int share, double share_eps, double share_least) {
   GroupNormaliseArgs args{};
   args.count = int32_t(terms.size());
-  if (args.count < 1 || args.count > kMostTerms) throw std::invalid_argument("terms: expected 1 to 8 of them");
+  if (args.count < 1 || args.count > kMostTerms)
+    throw std::invalid_argument("terms: expected 1 to " + std::to_string(kMostTerms));
   for (int32_t i = 0; i < args.count; ++i) {
     const auto fields = terms[i].cast<py::tuple>();
     GroupTerm& term = args.terms[i];

@@ -1,4 +1,4 @@
-// Arguments from Python: tensors come in as they are, checked before, and all that is asked of them is where their data is.
+// Arguments from Python: tensors are checked before they come here, and are asked for the address of their memory alone.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -16,7 +16,7 @@ namespace hpo::bindings {
 
 namespace py = pybind11;
 
-// Of a tensor, or null for None.
+// The address of a tensor's memory; null for None.
 struct Address {
   uintptr_t value = 0;
 };
@@ -78,7 +78,9 @@ void run(const Call& call) {
 // Kernels on the host validate offsets, and read them again: they get a copy, which no thread rewrites in between.
 class Offsets {
  public:
-  Offsets(Address from, int64_t rows) : data_(pointer<const int64_t>(from)) {
+  Offsets() = default;
+  Offsets(Address from, int64_t rows) : Offsets(pointer<const int64_t>(from), rows) {}
+  Offsets(const int64_t* from, int64_t rows) : data_(from) {
 #ifdef HPO_ON_HOST
     if (data_) copy_.assign(data_, data_ + rows + 1), data_ = copy_.data();
 #else
@@ -88,7 +90,7 @@ class Offsets {
   const int64_t* data() const { return data_; }
 
  private:
-  const int64_t* data_;
+  const int64_t* data_ = nullptr;
   std::vector<int64_t> copy_;
 };
 

@@ -6,7 +6,7 @@
 
 namespace hpo::bindings {
 
-// With the fields that ops on scores of tokens share.
+// Arguments with the fields that ops on scores of tokens share.
 template <class Args>
 Args of_tokens(int64_t tokens, int64_t rows, Address values, Address mask, const Offsets& offsets) {
   Args args{};

@@ -61,90 +61,75 @@ struct Outputs {
   Address loss, metrics, grad, token_loss, workspace;
 };
 
-// `inputs` is a PolicyLossInputs of hpo_core/specs; a test compares the order.
-constexpr const char* kInputs[] = {
-    "logp",
-    "old_logp",
-    "advantages",
-    "weights",
-    "cu_seqlens",
-    "mask",
-    "ref_logp",
-    "entropy",
-    "score",
-    "threshold",
-    "token_mask",
-    "token_weight",
-    "low",
-    "high",
-    "advantage_per_token",
-    "leaf_begin",
-    "leaf_end",
-    "leaf_row",
-    "ancestors",
-    "target",
-    "target_per_token",
-    "penalty_mask",
-    "kl_weight",
-    "correction_first",
-    "correction_second",
-};
-constexpr size_t kOffsets = 4;
-constexpr size_t kLeaves = 15;  // of leaf_begin, which the other three follow
-
-inline Offsets offsets_of(const py::tuple& inputs, int64_t rows) {
-  if (inputs.size() != std::size(kInputs)) throw std::invalid_argument("inputs: expected a PolicyLossInputs");
-  return {address_of(inputs[kOffsets], kInputs[kOffsets]), rows};
+template <class T>
+void read(T*& to, py::handle tensor, const char* name) {
+  to = pointer<T>(address_of(tensor, name));
 }
+inline void read(int32_t& to, py::handle flag, const char*) { to = flag.cast<bool>(); }
 
-inline PolicyLossArgs make_args(int64_t tokens, int64_t rows, const py::tuple& inputs, const Offsets& offsets,
-                                const Outputs& outputs, const TokenCorrection& correction = {}) {
-  py::ssize_t next = 0;
-  const auto take = [&] {
-    const py::ssize_t field = next++;
-    return address_of(PyTuple_GET_ITEM(inputs.ptr(), field), kInputs[field]);
-  };
+// DO(field, place in Inputs) for each field of PolicyLossInputs of hpo_core/specs, in the order there, which a test compares.
+#define HPO_EACH_INPUT(DO)                          \
+  DO(logp, args.logp)                               \
+  DO(old_logp, args.old_logp)                       \
+  DO(advantages, args.advantages)                   \
+  DO(weights, args.weights)                         \
+  DO(cu_seqlens, args.cu_seqlens)                   \
+  DO(mask, args.mask)                               \
+  DO(ref_logp, args.ref_logp)                       \
+  DO(entropy, args.entropy)                         \
+  DO(score, args.score)                             \
+  DO(threshold, args.threshold)                     \
+  DO(token_mask, args.token_mask)                   \
+  DO(token_weight, args.token_weight)               \
+  DO(low, args.low)                                 \
+  DO(high, args.high)                               \
+  DO(advantage_per_token, args.advantage_per_token) \
+  DO(leaf_begin, hierarchy.leaf_begin)              \
+  DO(leaf_end, hierarchy.leaf_end)                  \
+  DO(leaf_row, hierarchy.leaf_row)                  \
+  DO(ancestors, hierarchy.ancestors)                \
+  DO(target, args.target)                           \
+  DO(target_per_token, args.target_per_token)       \
+  DO(penalty_mask, args.penalty_mask)               \
+  DO(kl_weight, args.kl_weight)                     \
+  DO(correction_first, args.correction.first)       \
+  DO(correction_second, args.correction.second)
+
+#define HPO_NAME(field, place) #field,
+constexpr const char* kInputs[] = {HPO_EACH_INPUT(HPO_NAME)};
+
+// The arguments of a call. `fields` is a PolicyLossInputs; leaves: how many, and without tables of them they are the rows.
+class Inputs {
+ public:
   PolicyLossArgs args{};
-  args.tokens = tokens;
-  args.rows = rows;
-  args.logp = pointer<const float>(take());
-  args.old_logp = pointer<const float>(take());
-  args.advantages = pointer<const float>(take());
-  args.weights = pointer<const float>(take());
-  args.cu_seqlens = offsets.data(), ++next;
-  args.mask = pointer<const uint8_t>(take());
-  args.ref_logp = pointer<const float>(take());
-  args.entropy = pointer<const float>(take());
-  args.score = pointer<const float>(take());
-  args.threshold = pointer<const float>(take());
-  args.token_mask = pointer<const uint8_t>(take());
-  args.token_weight = pointer<const float>(take());
-  args.low = pointer<const float>(take());
-  args.high = pointer<const float>(take());
-  args.advantage_per_token = inputs[next++].cast<bool>();
-  next += 4;  // the leaves, see add_leaves
-  args.target = pointer<const float>(take());
-  args.target_per_token = inputs[next++].cast<bool>();
-  args.penalty_mask = pointer<const uint8_t>(take());
-  args.kl_weight = pointer<const float>(take());
-  args.correction = correction;
-  args.correction.first = pointer<const float>(take());
-  args.correction.second = pointer<const float>(take());
-  args.loss = pointer<float>(outputs.loss);
-  args.metrics = pointer<double>(outputs.metrics);
-  args.grad = pointer<float>(outputs.grad);
-  args.token_loss = pointer<float>(outputs.token_loss);
-  args.workspace = pointer<void>(outputs.workspace);
-  return args;
-}
+  Hierarchy hierarchy;
 
-// Without tables the rows are the leaves.
-inline void add_leaves(Hierarchy& hierarchy, int64_t leaves, const py::tuple& inputs, const Offsets& offsets) {
-  const auto table = [&](size_t at) { return pointer<const int64_t>(address_of(inputs[kLeaves + at], kInputs[kLeaves + at])); };
-  hierarchy.leaves = leaves;
-  hierarchy.leaf_begin = table(0), hierarchy.leaf_end = table(1), hierarchy.leaf_row = table(2), hierarchy.ancestors = table(3);
-  if (!hierarchy.leaf_begin && leaves > 0) hierarchy.leaf_begin = offsets.data(), hierarchy.leaf_end = offsets.data() + 1;
-}
+  Inputs(int64_t tokens, int64_t rows, const py::tuple& fields, const Outputs& outputs, const TokenCorrection& correction = {},
+         const Hierarchy& levels = {}, int64_t leaves = 0)
+      : hierarchy(levels) {
+    if (fields.size() != std::size(kInputs)) throw std::invalid_argument("inputs: expected a PolicyLossInputs");
+    args.tokens = tokens;
+    args.rows = rows;
+    args.correction = correction;
+    py::ssize_t next = 0;
+#define HPO_READ(field, place) read(place, PyTuple_GET_ITEM(fields.ptr(), next++), #field);
+    HPO_EACH_INPUT(HPO_READ)
+    offsets_ = {args.cu_seqlens, rows};
+    args.cu_seqlens = offsets_.data();
+    args.loss = pointer<float>(outputs.loss);
+    args.metrics = pointer<double>(outputs.metrics);
+    args.grad = pointer<float>(outputs.grad);
+    args.token_loss = pointer<float>(outputs.token_loss);
+    args.workspace = pointer<void>(outputs.workspace);
+    hierarchy.leaves = leaves;
+    const bool are_rows = !hierarchy.leaf_begin && leaves > 0;
+    if (are_rows) hierarchy.leaf_begin = offsets_.data(), hierarchy.leaf_end = offsets_.data() + 1;
+  }
+  Inputs(const Inputs&) = delete;
+
+ private:
+  Offsets offsets_;
+};
 
 // levels: (gate, routing, aggregate, low, high, slope) each; low and high are [channel][sign of the advantage]. term: None, or
 // (penalty, its coefficient, and the pairs of a TermSpec in their order).
@@ -191,10 +176,8 @@ inline void bind_losses(py::module_& m) {
   m.def("policy_loss_workspace", &hpo_policy_loss_workspace);
   m.def("policy_loss", [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, const py::tuple& inputs, Address loss,
                           Address metrics, Address grad, Address token_loss, Address workspace, int64_t context) {
-    const Offsets offsets = offsets_of(inputs, rows);
-    const PolicyLossArgs args =
-        make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace}, spec.correction);
-    run([&] { return hpo_policy_loss(&args, &spec.structure, &spec.numbers, context); });
+    const Inputs call(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace}, spec.correction);
+    run([&] { return hpo_policy_loss(&call.args, &spec.structure, &spec.numbers, context); });
   });
 
   py::class_<Hierarchy>(m, "Hierarchy", py::module_local()).def(py::init(&make_hierarchy));
@@ -202,32 +185,26 @@ inline void bind_losses(py::module_& m) {
   m.def("hierarchy", [](const PolicyLossSpec& spec, const Hierarchy& levels, int64_t tokens, int64_t rows, int64_t leaves,
                         const py::tuple& inputs, Address loss, Address metrics, Address grad, Address token_loss,
                         Address workspace, int stage, Address sums, Address largest, Address aggregate_grad, int64_t context) {
-    const Offsets offsets = offsets_of(inputs, rows);
-    const PolicyLossArgs args =
-        make_args(tokens, rows, inputs, offsets, {loss, metrics, grad, token_loss, workspace}, spec.correction);
-    Hierarchy hierarchy = levels;
-    add_leaves(hierarchy, leaves, inputs, offsets);
-    hierarchy.stage = Stage(stage);
-    hierarchy.tables = {pointer<int64_t>(sums), pointer<int64_t>(largest), pointer<int64_t>(aggregate_grad)};
-    run([&] { return hpo_hierarchy(&args, &spec.structure, &spec.numbers, &hierarchy, context); });
+    Inputs call(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace}, spec.correction, levels, leaves);
+    call.hierarchy.stage = Stage(stage);
+    call.hierarchy.tables = {pointer<int64_t>(sums), pointer<int64_t>(largest), pointer<int64_t>(aggregate_grad)};
+    run([&] { return hpo_hierarchy(&call.args, &spec.structure, &spec.numbers, &call.hierarchy, context); });
   });
 
   m.def("correction_workspace", &hpo_correction_workspace);
   m.def("correction", [](int statistic, int reduction, int action, bool of_segments, bool strict, const py::tuple& low,
                          const py::tuple& high, int64_t tokens, int64_t rows, int64_t leaves, const py::tuple& inputs,
                          Address factor, Address workspace, int stage, Address segments, int64_t context) {
+    Hierarchy level{};
+    level.depth = of_segments;
+    level.stage = Stage(stage);
+    level.tables.sums = pointer<int64_t>(segments);
     Outputs outputs{};
     outputs.workspace = workspace;
-    const Offsets offsets = offsets_of(inputs, rows);
-    const PolicyLossArgs args = make_args(tokens, rows, inputs, offsets, outputs);
-    Hierarchy hierarchy{};
-    hierarchy.depth = of_segments;
-    hierarchy.stage = Stage(stage);
-    hierarchy.tables.sums = pointer<int64_t>(segments);
-    add_leaves(hierarchy, leaves, inputs, offsets);
+    const Inputs call(tokens, rows, inputs, outputs, {}, level, leaves);
     const CorrectionRule rule = make_rule(statistic, action, strict, low, high);
     const Correction correction{rule, Reduction(reduction), pointer<float>(factor)};
-    run([&] { return hpo_correction(&args, &hierarchy, &correction, context); });
+    run([&] { return hpo_correction(&call.args, &call.hierarchy, &correction, context); });
   });
 }
 

@@ -33,7 +33,7 @@ std::atomic<bool> forked{false};
 
 struct Choice {
   const Kernels* kernels = nullptr;
-  std::string error;  // the reason if there are none
+  std::string error;  // the reason if there are no kernels
 
   Choice() {
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
@@ -73,7 +73,7 @@ template <class... Parameters, class... Arguments>
 int run(void (*Kernels::*kernel)(Parameters...), int64_t context, const Arguments&... arguments) {
   const Kernels* kernels = choice().kernels;
   if (!kernels) return kNoKernels;
-  const int64_t most = 1024;
+  const int64_t most = 1024;  // threads, of any number that a caller asks for
   const StandardArithmetic standard;
   (kernels->*kernel)(arguments..., forked || context < 1 ? 1 : int(context < most ? context : most));
   return kDone;

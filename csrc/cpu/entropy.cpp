@@ -60,7 +60,7 @@ void add_further(const T* __restrict part, const T* __restrict further, int64_t 
   for (int64_t j = both; j < length; ++j) out[j] = part[j];
 }
 
-// From P_1 in `part` to whole windows in `window`.
+// Folds P_1 in `part` into whole windows in `window`.
 template <class T, class Fold>
 void fold_windows(T*& part, T*& next, T*& window, int64_t width, int64_t length, Fold fold) {
   int64_t done = 0;  // the part of the window that the digits so far cover

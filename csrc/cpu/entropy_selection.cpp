@@ -250,7 +250,7 @@ void order_statistic(const OrderStatisticArgs& args, int threads) {
 
   KeyRange range = bracket(args, scores, worthwhile(threads, args.tokens), selection.words);
   int64_t population, nan, below, kept;
-  // With marks, a third of the words is for keys, one for positions, and one for the search. Returns whether it was enough.
+  // Under `mark` a third of the words is for keys, one for positions, and one for the search. Returns whether that was enough.
   const auto keep_all = [&](bool mark) {
     for_each_worker([&](Worker& worker, int64_t w) {
       const int64_t words = begin(w + 1) - begin(w);

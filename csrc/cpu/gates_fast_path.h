@@ -138,7 +138,7 @@ HPO_INLINE bool sweep_many_rows(const PolicyLossArgs& args, int64_t first, int n
   return settle_fast<kTakenForNear>(sums, present_count.total(), partial, tile.near);
 }
 
-// Of few rows each has a sweep of its own, because its numbers are the same for all its tokens. Two rows that meet inside a
+// Each of a few rows has a sweep of its own, because its numbers are the same for all its tokens. Two rows that meet inside a
 // vector both sweep it, so that every token is added to its own lane whichever row it belongs to. Returns how many tokens of
 // the row are present; each(vector) and each.end_run() are called as above.
 template <bool kTakenForNear, bool kMasked, class Each>

@@ -87,7 +87,7 @@ inline void add_lanes(int n, double* sums, const From& from) {
   for (int lane = 0; i < n && lane < kLanes; ++lane) sums[lane] += from(i + lane);
 }
 
-// In float64 from the start.
+// Adds up the terms in float64 from the start.
 inline void add_terms(float* terms, int n, double* sums) {
   pad(terms, n, 0.0f);
   add_lanes(n, sums, [=](int i) { return double(terms[i]); });
@@ -171,7 +171,7 @@ struct RunSum {
   }
 };
 
-// Of the log-ratios of one tile, 0 where a token is absent.
+// Sums of the log-ratios of one tile, which are 0 where a token is absent.
 struct LogRatioSums {
   TileSum sum, square;
   float smallest[kLanes], largest[kLanes];

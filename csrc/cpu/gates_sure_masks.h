@@ -18,7 +18,7 @@ inline bool has_sure_tokens(const RuleNumbers& rule) {
   return bounded && around_zero && rule.action == Action::mask;
 }
 
-// At least e^x, and at most 1.062 e^x, for x in [-87, 0]: between whole exponents, 2^f lies below its chord.
+// A bound between e^x and 1.062 e^x, for x in [-87, 0]: between whole exponents, 2^f lies below its chord.
 HPO_INLINE Floats bound_of_exp(Floats x) {
   return Floats(
       rounded(Number<Floats>::fused(x, all<Floats>(12102203.0f), all<Floats>(1065353216.0f))));  // 2^23 / ln 2, 127 2^23

@@ -6,7 +6,7 @@
 
 namespace hpo::HPO_ISA {
 
-// In ratio space, by sign of the advantage. Where a bound is driven, the token's own takes its place.
+// The bounds in ratio space, by sign of the advantage. Where a bound is driven, the token's own takes its place.
 struct Bounds {
   float low[2], high[2];
   int32_t low_driven[2], high_driven[2];
@@ -178,7 +178,7 @@ struct FastRowGate {
 // A fast-path tile. False: the fast path does not hold, and nothing is counted.
 using FastTile = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
 
-// Of a call whose tokens have inputs of their own.
+// The fast tile of a call whose tokens have inputs of their own.
 template <BoundsKind kBounds, Given kGiven>
 bool run_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                       Partial& partial) {
@@ -196,7 +196,7 @@ FastTile pick_token_inputs(BoundsKind kind) {
   }
 }
 
-// Of any other call, each in its cheapest form.
+// The fast tiles of any other call, each in its cheapest form.
 template <bool kMasked>
 struct FastTiles {
   template <BoundsKind kBounds>

@@ -74,7 +74,7 @@ __attribute__((noinline)) void write_weights_of(const CorrectedWeights& of, cons
       const Floats log_ratio = load(local.first) - load(local.second);
       weight = log_ratio != log_ratio ? log_ratio : weight;
     }
-    // Of the own tokens alone: a vector may begin before them.
+    // A vector may begin before the tile's own tokens, whose weights alone are stored.
     store_own<kWhole>(own, local.token_weight ? weight * load(local.token_weight) : weight, weights + i);
   });
 }

@@ -32,7 +32,10 @@ void sum_segments(const Leaves& leaves, const Workspace& space, int threads) {
     std::fill_n(segments, leaves.count(), LogRatios{});
     if (is_balanced(k)) return;
     for (int64_t p = 0; p < leaves.count(); ++p) {
-      if (leaves.length(p) > 0) segments[leaves.ancestor(int(k), p)].add(space.log_ratios[p]);
+      if (leaves.length(p) == 0) continue;
+      LogRatios& segment = segments[leaves.ancestor(int(k), p)];
+      segment.add(space.log_ratios.first[p]);
+      leaves.for_each_later_task(p, [&](int64_t task) { segment.add(space.log_ratios.later[task]); });
     }
   });
   for (int k = 0; k < leaves.hierarchy.depth; ++k) {
@@ -61,7 +64,7 @@ void for_each_aggregate_grad(const Leaves& leaves, const Workspace& space, int t
       if (leaves.length(p) == 0) continue;
       const int64_t segment = k * leaves.count() + leaves.ancestor(int(k), p);
       for (int channel = 0; channel <= hierarchy.split; ++channel) {
-        const double grad = grad_into_aggregate(space.slopes[p], int(k), channel, space.flows[p]);
+        const double grad = grad_into_aggregate(space.slopes[p], int(k), channel, space.flows.first[p]);
         if (grad != 0.0) body(2 * segment + channel, grad);
       }
     }
@@ -82,40 +85,30 @@ void add_aggregate_grads(const Leaves& leaves, const Workspace& space, int threa
                           [=](int64_t at, double grad) { aggregate_grad[at] += in_steps(grad, largest[at]); });
 }
 
-// From the gradients of aggregates to that of each token of a leaf.
-void broadcast_grad(const Leaves& leaves, const Workspace& space, int threads) {
-  const Hierarchy& hierarchy = leaves.hierarchy;
-  for_each_range(leaves.count(), threads, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      if (leaves.length(p) == 0) continue;
-      for (int channel = 0; channel <= hierarchy.split; ++channel) {
-        double sum = 0.0;
-        for (int k = 0; k < hierarchy.depth; ++k) {
-          if (hierarchy.levels[k].routing != Routing::through) continue;
-          const int64_t at = 2 * (k * leaves.count() + leaves.ancestor(k, p)) + channel;
-          const auto segment = [&](int level) { return space.segments()[level * leaves.count() + leaves.ancestor(level, p)]; };
-          sum += from_steps(space.tables.aggregate_grad[at], space.tables.largest[at]) / shares(hierarchy, k, channel, segment);
-        }
-        space.token_grad[p][channel] = float(sum);
-      }
-      if (!hierarchy.split) space.token_grad[p][1] = space.token_grad[p][0];
-    }
-  });
+// The gates of the levels above a leaf, and the slope of each level.
+void gate_leaf(const Sweeps& sweeps, int64_t p, LeafGate& gate, LevelSlopes& slopes) {
+  const Leaves& leaves = sweeps.leaves;
+  const Workspace& space = sweeps.space;
+  slopes = {};
+  if (leaves.hierarchy.depth == 0 || space.segment_of(leaves, 0, p).valid == 0) return;
+  gate_leaf(sweeps.call.args, leaves, p, [&](int k) { return space.segment_of(leaves, k, p); }, gate, slopes);
 }
 
-void gate_leaves(const RowSweeps& sweeps, int threads) {
-  const Leaves& leaves = sweeps.given.leaves;
-  const Workspace& space = sweeps.given.space;
-  for_each_range(leaves.count(), threads, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      if (leaves.length(p) == 0 || leaves.stands_alone(p)) continue;
-      space.gates[p] = {};
-      std::memset(space.slopes[p].slope, 0, size_t(leaves.hierarchy.depth) * sizeof *space.slopes[p].slope);
-      const auto segment = [&](int k) { return space.segments()[k * leaves.count() + leaves.ancestor(k, p)]; };
-      if (leaves.hierarchy.depth > 0 && space.log_ratios[p].valid > 0)
-        gate_leaf(sweeps.at(leaves.row(p)).call.args, leaves, p, segment, space.gates[p], space.slopes[p]);
+// The gradient of each token of a leaf through the aggregates above it.
+AggregateGrad aggregate_grad_of(const Leaves& leaves, const Workspace& space, int64_t p) {
+  const Hierarchy& hierarchy = leaves.hierarchy;
+  const auto of_channel = [&](int channel) {
+    double sum = 0.0;
+    for (int k = 0; k < hierarchy.depth; ++k) {
+      if (hierarchy.levels[k].routing != Routing::through) continue;
+      const int64_t at = 2 * (k * leaves.count() + leaves.ancestor(k, p)) + channel;
+      const auto segment = [&](int level) { return space.segment_of(leaves, level, p); };
+      sum += from_steps(space.tables.aggregate_grad[at], space.tables.largest[at]) / shares(hierarchy, k, channel, segment);
     }
-  });
+    return float(sum);
+  };
+  const float rising = of_channel(0);
+  return {rising, hierarchy.split ? of_channel(1) : rising};
 }
 
 // Rows under no level, tile by tile: what the fast path does not take goes row by row.
@@ -174,7 +167,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   }
   if (!whole) space.tables = hierarchy.tables;
   const bool by_tiles = hierarchy.depth == 0 && plan.has_term && leaves.are_rows;
-  const bool some_together = !by_tiles && (leaves.together > 0 || !whole);  // a process without tokens fills its tables too
+  const bool some_together = !by_tiles && (leaves.any_together() || !whole);  // a process without tokens fills its tables too
   threads = worthwhile(threads, args.tokens + hierarchy.leaves);
   const auto for_each_block_together = [&](const auto& body) {
     parallel_for(leaves.tasks(), threads, [&](int64_t task) {
@@ -196,29 +189,28 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
         measure_blocks(sweeps, task, scratch, partial,
                        [&](const Sweeps& of_row, const Block& block, const LogRatios& sums, bool fast) {
                          if (leaves.stands_alone(block.leaf)) return of_row.settle(block, sums, fast, scratch, partial);
-                         (block.begins ? space.log_ratios[block.leaf] : space.log_ratios_of_blocks[task]) = sums;
-                         space.fast_at(task, block) = fast;
+                         space.log_ratios.at(task, block) = sums;
+                         space.fast.at(task, block) = fast;
                        });
         space.partials[task] = partial;
       });
-    if (some_together) {
-      gather_blocks(leaves, space.log_ratios_of_blocks, space.log_ratios);
-      sum_segments(leaves, space, threads);
-    }
+    if (some_together) sum_segments(leaves, space, threads);
   }
 
   if (reaches(Stage::sweep)) {
     if (some_together) {
-      gate_leaves(sweeps, threads);
       for_each_block_together([&](const Sweeps& of_row, int64_t task, const Block& block, Scratch& scratch) {
-        Flow flow = {};
+        LeafGate gate = {};
+        LevelSlopes slopes_again;
+        gate_leaf(of_row, block.leaf, gate, block.begins ? space.slopes[block.leaf] : slopes_again);
         of_row.gather_weights(block, scratch);
-        of_row.finish(block, space.gates[block.leaf], space.fast_at(task, block), scratch, space.partials[task], flow);
-        (block.begins ? space.flows[block.leaf] : space.flows_of_blocks[task]) = flow;
+        const BlockResult result = space.result_at(task, block);
+        result.flow = {};
+        of_row.finish(block, gate, scratch, space.partials[task], result);
       });
     }
     if (some_together && plan.carries) {
-      gather_blocks(leaves, space.flows_of_blocks, space.flows);
+      gather_blocks(leaves, space.flows.later, space.flows.first);
       find_largest(leaves, space, threads);
     }
     const int64_t tasks = by_tiles ? ceil_divide(args.tokens, kChunk) : leaves.tasks();
@@ -228,10 +220,8 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   if (!some_together || !plan.carries) return;
   if (reaches(Stage::reduce_grad)) add_aggregate_grads(leaves, space, threads);
   if (reaches(Stage::broadcast_grad)) {
-    broadcast_grad(leaves, space, threads);
     for_each_block_together([&](const Sweeps& of_row, int64_t task, const Block& block, Scratch& scratch) {
-      const auto& token_grad = space.token_grad[block.leaf];
-      of_row.receive(block, space.gates[block.leaf], {token_grad[0], token_grad[1]}, space.fast_at(task, block), scratch);
+      of_row.receive(block, space.result_at(task, block), aggregate_grad_of(leaves, space, block.leaf), scratch);
     });
   }
 }

@@ -163,22 +163,25 @@ struct Sweeps {
 
   // The second sweep: loss, gradient of the token's own path, and the flow into aggregates. The caller has gathered the
   // weights.
-  void finish(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial, Flow& flow) const {
+  void finish(const Block& block, const LeafGate& leaf, Scratch& scratch, Partial& partial, const BlockResult& result) const {
+    const bool fast = result.fast;
     if (fast && call.args.entropy) add_entropies(call.args, block, partial);
     if (fast && plan.drops) {
-      classify_masks(block, scratch);
-      const float own = count_alike(block, leaf, scratch, partial, flow);
-      if (!plan.fills_last) write_alike(block, own, 0.0f, scratch);
+      count_alike(block, leaf, scratch, partial, result);
+      if (!plan.fills_last) {
+        classify_masks(block, scratch);
+        write_alike(block, result.own_gradient, 0.0f, scratch);
+      }
       write_token_losses_alike(block, leaf, scratch);
       return pay_reference(block, scratch, partial);
     }
     const OpenLevels levels = open_levels(block, leaf, fast);
     if (levels.open) {
       classify_masks(block, scratch);
-      count(block, levels, scratch, partial, flow);
+      count(block, levels, scratch, partial, result.flow);
       write(block, leaf, AggregateGrad{}, scratch, partial);
     } else {
-      finish_closed(block, leaf, fast, scratch, partial, flow);
+      finish_closed(block, leaf, fast, scratch, partial, result.flow);
     }
     if (fast) pay_reference(block, scratch, partial);
   }
@@ -225,7 +228,7 @@ struct Sweeps {
     return of_sign(0).open ? of_sign(1) : OpenLevels{};
   }
 
-  // Of a fast-path block under open levels, what is clipped, which tokens are not, and what flows into aggregates.
+  // Finds in a fast-path block under open levels what is clipped, which tokens are not, and what flows into aggregates.
   void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
     const bool split = plan.hierarchy.split, of_tokens = call.args.advantage_per_token;
     // The loss of a clipped token comes first: it is ready by the time that it is needed.
@@ -248,44 +251,26 @@ struct Sweeps {
     flow.past_token[1] = split ? below : 0.0;
   }
 
-  // Of a fast-path block whose tokens have one term but for their weights, its sums. Returns the gradient of a token's own
-  // path.
-  float count_alike(const Block& block, const LeafGate& leaf, Scratch& scratch, Partial& partial, Flow& flow) const {
-    const bool negative = call.args.advantages[block.row] < 0.0f;
-    const auto [token, value] = Alike(*this, block, leaf);
+  // The sums of a fast-path block whose tokens have one term but for their weights, and the gradient of a token's own path.
+  void count_alike(const Block& block, const LeafGate& leaf, const Scratch& scratch, Partial& partial,
+                   const BlockResult& result) const {
+    const float advantage = call.args.advantages[block.row];
+    const bool negative = advantage < 0.0f;
+    const GatedToken token = gate_token<float>(leaf, false, true, plan.term.keep, negative, 0.0f, 0.0f, 0.0f);
+    const float value = token_value(call.args.weights[block.row] * advantage, token.z);
     OpenCounts counts;
-    if (plan.weighs) counts.present = scratch.weights.chosen;
-    else
-      for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
-        if (masked == Masked::all) return;
-        if (masked == Masked::none) counts.present += end - begin;
-        else
-          for (int i = begin; i < end; ++i) counts.present += call.args.mask[at + i] != 0;
-      });
+    counts.present = plan.weighs ? scratch.weights.chosen : int32_t(result.log_ratios.valid);
     counts.above = token.above ? counts.present : 0, counts.below = token.below ? counts.present : 0;
     counts.add_to(partial.slots, negative ? kNegative : kPositive);
     // Without weights the flows are multiples of one number, so that their sum has no order.
     const double tokens = plan.weighs ? scratch.weights.total() : double(counts.present);
-    if (counts.present == 0) return 0.0f;  // the coefficient has not been checked, and may be NaN
-    partial.sums[kLossSum][0] += tokens * double(value);
-    if (plan.carries) flow.past_token[0] = tokens * double(value * token.rising_step);
-    if (plan.by_sign) flow.by_sign[negative] = tokens * double(value);
-    return own_gradient(token, value);
-  }
-
-  // The one term of these tokens. A copy of it would wait for stores.
-  struct Alike {
-    GatedToken token;
-    float value;
-
-    HPO_INLINE Alike(const Sweeps& sweeps, const Block& block, const LeafGate& leaf) {
-      const float advantage = sweeps.call.args.advantages[block.row];
-      token = gate_token<float>(leaf, false, true, sweeps.plan.term.keep, advantage < 0.0f, 0.0f, 0.0f, 0.0f);
-      value = token_value(sweeps.call.args.weights[block.row] * advantage, token.z);
+    if (counts.present > 0) {  // else the coefficient has not been checked, and may be NaN
+      partial.sums[kLossSum][0] += tokens * double(value);
+      if (plan.carries) result.flow.past_token[0] = tokens * double(value * token.rising_step);
+      if (plan.by_sign) result.flow.by_sign[negative] = tokens * double(value);
     }
-  };
-
-  static float own_gradient(const GatedToken& token, float value) { return token.slope != 0.0f ? value * token.slope : 0.0f; }
+    result.own_gradient = token.slope != 0.0f ? value * token.slope : 0.0f;
+  }
 
   // The gradient of these tokens. Those that no pre-gate holds share one, unless weights multiply the gradient of their own
   // path.
@@ -331,12 +316,11 @@ struct Sweeps {
 
   // The third: the gradient that arrives through aggregates. Where nothing saturated what is written stands; of tokens that
   // have one term nothing is written yet.
-  void receive(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, bool fast,
-               Scratch& scratch) const {
+  void receive(const Block& block, const BlockResult& result, const AggregateGrad& aggregate_grad, Scratch& scratch) const {
+    const bool fast = result.fast;
     if (fast && plan.fills_last) {
-      const auto [token, value] = Alike(*this, block, leaf);
       classify_masks(block, scratch);
-      return write_alike(block, own_gradient(token, value), aggregate_grad.rising, scratch);
+      return write_alike(block, result.own_gradient, aggregate_grad.rising, scratch);
     }
     if (aggregate_grad.nothing()) return;
     Tile& tile = scratch.tile;
@@ -376,33 +360,35 @@ struct Sweeps {
       gate_leaf(call.args, leaves, block.leaf, [&](int) { return sums; }, gate, slopes);
     }
     Flow flow = {};
+    float own_gradient = 0.0f;
+    const BlockResult result = {sums, fast, flow, own_gradient};
     if (fast && call.args.ref_logp) {  // one order of additions on every path
-      finish(block, gate, fast, scratch, partial, flow);
-      return receive(block, gate, own_aggregate_grad(flow, sums), fast, scratch);
+      finish(block, gate, scratch, partial, result);
+      return receive(block, result, own_aggregate_grad(result), scratch);
     }
     if (fast && call.args.entropy) add_entropies(call.args, block, partial);
     if (fast && plan.drops) {
-      const float own = count_alike(block, gate, scratch, partial, flow);
-      write_alike(block, own, own_aggregate_grad(flow, sums).rising, scratch);
+      count_alike(block, gate, scratch, partial, result);
+      write_alike(block, own_gradient, own_aggregate_grad(result).rising, scratch);
       return write_token_losses_alike(block, gate, scratch);
     }
     const OpenLevels levels = open_levels(block, gate, fast);
     if (levels.open) count(block, levels, scratch, partial, flow);
     else finish_closed(block, gate, fast, scratch, partial, flow);
-    const AggregateGrad aggregate_grad = own_aggregate_grad(flow, sums);
+    const AggregateGrad aggregate_grad = own_aggregate_grad(result);
     if (levels.open) write(block, gate, aggregate_grad, scratch, partial);
-    else receive(block, gate, aggregate_grad, fast, scratch);
+    else receive(block, result, aggregate_grad, scratch);
   }
 
   // A leaf that stands alone gets its own gradient back, with the rounding of the tables.
-  AggregateGrad own_aggregate_grad(const Flow& flow, const LogRatios& sums) const {
+  AggregateGrad own_aggregate_grad(const BlockResult& result) const {
     if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return {};
     const auto aggregate_grad = [&](int channel) {
-      const double grad = flow.past_token[channel];
+      const double grad = result.flow.past_token[channel];
       if (grad == 0.0) return 0.0f;
       const int64_t largest = magnitude_of(grad);
       return float(from_steps(in_steps(grad, largest), largest) /
-                   shares(plan.hierarchy, 0, channel, [&](int) { return sums; }));
+                   shares(plan.hierarchy, 0, channel, [&](int) { return result.log_ratios; }));
     };
     const float rising = aggregate_grad(0), falling = aggregate_grad(1);
     return {rising, plan.hierarchy.split ? falling : rising};
@@ -440,7 +426,7 @@ inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& sc
         measure_one(sweeps, blocks[i]);
         continue;
       }
-      sweeps.classify_masks(blocks[i], scratch);
+      if (sweeps.leaves.stands_alone(blocks[i].leaf)) sweeps.classify_masks(blocks[i], scratch);
       body(sweeps, blocks[i], sums[i], sweeps.plan.stays_fast());
     }
     count = 0;

@@ -22,7 +22,7 @@ struct Leaves {
   const PolicyLossArgs& args;
   int64_t* start;  // [leaves + 1], tokens of the leaves before
   int64_t broken = 0;
-  int64_t together = 0;  // leaves that share a segment with others, or are more than one block
+  int64_t longest = 0;  // tokens of a leaf
   bool are_rows;  // leaf by leaf
   bool alone;  // at most one level, every leaf is a segment of it, and the sums of segments stay inside the call
 
@@ -41,15 +41,16 @@ struct Leaves {
       are_rows &= good && row(p) == p && range.begin == args.cu_seqlens[p] && range.end == args.cu_seqlens[p + 1];
       covered = good ? range.end : covered;
       start[p + 1] = start[p] + (good ? range.end - range.begin : 0);
+      longest = std::max(longest, length(p));
       if (hierarchy.depth > 0) alone &= ancestor(0, p) == p;
     }
-    for (int64_t p = 0; p < count(); ++p) together += length(p) > 0 && !stands_alone(p);
   }
 
   int64_t count() const { return hierarchy.leaves; }
   int64_t length(int64_t p) const { return start[p + 1] - start[p]; }
   int64_t blocks(int64_t p) const { return ceil_divide(length(p), kChunk); }
-  bool stands_alone(int64_t p) const { return alone && (hierarchy.depth == 0 || length(p) <= kChunk); }
+  bool stands_alone(int64_t p) const { return stand_alone(length(p)); }
+  bool any_together() const { return longest > 0 && !stand_alone(longest); }
   int64_t task(int64_t p) const { return start[p] / kChunk; }  // of its first block
   int64_t tasks() const { return start[count()] / kChunk + 1; }
   int64_t row(int64_t p) const { return row_of_leaf(hierarchy, p); }
@@ -73,6 +74,12 @@ struct Leaves {
     }
   }
 
+  // Calls body(task) for the tasks of a leaf's blocks behind its first.
+  template <class Body>
+  void for_each_later_task(int64_t p, const Body& body) const {
+    for (int64_t block = 1; block < blocks(p); ++block) body(task(p) + block);
+  }
+
   // Calls body(first, end) for what lies outside every leaf.
   template <class Body>
   void for_each_gap(const Body& body) const {
@@ -86,6 +93,9 @@ struct Leaves {
   }
 
  private:
+  // Whether leaves of at most so many tokens share no segment with others, and are one block.
+  bool stand_alone(int64_t tokens) const { return alone && (hierarchy.depth == 0 || tokens <= kChunk); }
+
   template <class Body>
   void visit(int64_t p, int64_t block, const Body& body) const {
     const int64_t skipped = block * kChunk, rest = length(p) - skipped;
@@ -97,7 +107,7 @@ struct Leaves {
 template <class Sums>
 inline void gather_blocks(const Leaves& leaves, const Sums* of_blocks, Sums* of_leaves) {
   for (int64_t p = 0; p < leaves.count(); ++p) {
-    for (int64_t block = 1; block < leaves.blocks(p); ++block) of_leaves[p].add(of_blocks[leaves.task(p) + block]);
+    leaves.for_each_later_task(p, [&](int64_t task) { of_leaves[p].add(of_blocks[task]); });
   }
 }
 

@@ -74,7 +74,7 @@ struct TermPlan {
     return all_open;
   }
 
-  // From the gradient of what is aggregated to that of the token's log-ratio.
+  // The gradient of the token's log-ratio from that of what is aggregated.
   HPO_INLINE Floats through_pre_gate(Ints negative, Floats x, Floats flow) const {
     if (mean_exp) return flow * mean_exp_slope(split, x);
     if (!pre_gated) return flow;
@@ -155,7 +155,7 @@ struct TermOfTokens {
                              kept * gated.factor, logp, target, ratio_of);
   }
 
-  // Of the token's own path; `slope`: term.slope where it is present.
+  // The gradient of the token's own path; `slope`: term.slope where it is present.
   HPO_INLINE Floats gradient(Floats slope, Floats entering, Floats x) const {
     return keep_if(entering == x, slope * token.slope) + term.direct;
   }
@@ -220,7 +220,7 @@ struct TokenBounds {
   float low[2], high[2];  // of the token gate, by sign of the advantage
 };
 
-// Of a fast-path tile: its tokens have no target, and are read where they are.
+// The loop over a fast-path tile, whose tokens have no target and are read where they are.
 using FastLoop = GateCounts (*)(const TermPlan&, const LeafGate&, const TokenBounds&, const PolicyLossArgs&, int64_t first,
                                 int64_t row, const float* weights, TokenTerms&, float* loss, float* grad, int n);
 

@@ -6,18 +6,34 @@
 
 namespace hpo::HPO_ISA {
 
+// One of each block.
+template <class T>
+struct OfBlocks {
+  T* first;  // [leaves]
+  T* later;  // [tasks], of a block that does not begin its leaf
+
+  T& at(int64_t task, const Block& block) const { return block.begins ? first[block.leaf] : later[task]; }
+};
+
+// What the sweeps over a block leave to those that follow.
+struct BlockResult {
+  const LogRatios& log_ratios;
+  const bool fast;  // later sweeps may take the fast path in all tiles
+  Flow& flow;
+  float& own_gradient;  // of each token, where they have one term
+};
+
 struct HierarchyWorkspace {
   Arena arena;
   Partial* partials;  // [tasks]
   uint8_t* seen;  // [rows]
   int64_t* start;  // [leaves + 1]
-  LogRatios *log_ratios, *log_ratios_of_blocks;  // [leaves], [tasks]: the rest of a leaf that other tasks began
-  uint8_t *fast, *fast_blocks;  // [leaves], [tasks], 1 where later sweeps may take the fast path in all tiles of a block
+  OfBlocks<LogRatios> log_ratios;
+  OfBlocks<bool> fast;
+  OfBlocks<Flow> flows;
+  OfBlocks<float> own_gradients;
   SegmentTables tables;
-  Flow *flows, *flows_of_blocks;  // [leaves], [tasks]
-  LeafGate* gates;  // [leaves]
   LevelSlopes* slopes;  // [leaves]
-  float (*token_grad)[2];  // [leaves]: of each token through aggregates, by channel
   RowAdvantages row_advantages;
   RowFactors row_factors;
   int64_t bytes;
@@ -28,27 +44,29 @@ struct HierarchyWorkspace {
     partials = arena.take<Partial>(tasks);
     seen = arena.take<uint8_t>(rows);
     start = arena.take<int64_t>(count + 1);
-    log_ratios = arena.take<LogRatios>(count);
-    log_ratios_of_blocks = arena.take<LogRatios>(tasks);
-    fast = arena.take<uint8_t>(count);
-    fast_blocks = arena.take<uint8_t>(tasks);
+    log_ratios = {arena.take<LogRatios>(count), arena.take<LogRatios>(tasks)};
+    fast = {arena.take<bool>(count), arena.take<bool>(tasks)};
+    flows = {arena.take<Flow>(count), arena.take<Flow>(tasks)};
+    own_gradients = {arena.take<float>(count), arena.take<float>(tasks)};
     tables.sums = arena.take<int64_t>(3 * kMostLevels * count);
     tables.largest = arena.take<int64_t>(2 * kMostLevels * count);
     tables.aggregate_grad = arena.take<int64_t>(2 * kMostLevels * count);
-    flows = arena.take<Flow>(count);
-    flows_of_blocks = arena.take<Flow>(tasks);
-    gates = arena.take<LeafGate>(count);
     slopes = arena.take<LevelSlopes>(count);
-    token_grad = arena.take<float[2]>(count);
     bytes = arena.bytes();
   }
 
-  uint8_t& fast_at(int64_t task, const Block& block) const { return block.begins ? fast[block.leaf] : fast_blocks[task]; }
+  BlockResult result_at(int64_t task, const Block& block) const {
+    return {log_ratios.at(task, block), fast.at(task, block), flows.at(task, block), own_gradients.at(task, block)};
+  }
 
-  // Of segment s at level k at [k * leaves + s].
+  // The log-ratios of segment s at level k stand at [k * leaves + s].
   LogRatios* segments() const {
     static_assert(sizeof(LogRatios) == 3 * sizeof(int64_t), "the layout of SegmentTables::sums");
     return reinterpret_cast<LogRatios*>(tables.sums);
+  }
+
+  const LogRatios& segment_of(const Leaves& leaves, int k, int64_t p) const {
+    return segments()[k * leaves.count() + leaves.ancestor(k, p)];
   }
 };
 

@@ -38,7 +38,7 @@ HPO_INLINE void store_lanes(Vector vector, T* to) {
 // Selects by bits: a masked element may be NaN and must not enter arithmetic.
 HPO_INLINE Floats keep_if(Ints condition, Floats x) { return Floats(Ints(x) & condition); }
 
-// To the nearest integer, ties to even; the result is undefined if it does not fit.
+// The nearest integers, ties to even; undefined where they do not fit.
 HPO_INLINE Ints rounded(Floats x) {
 #if defined(__AVX512F__)
   return Ints(_mm512_maskz_cvtps_epi32(0xFFFF, __m512(x)));
@@ -227,7 +227,7 @@ HPO_INLINE Mask present_where(Mask mask, const uint8_t* bytes) {
 #endif
 }
 
-// As above; with kWhole every lane is in range.
+// load_where, or with kWhole, where every lane is in range, a plain load.
 template <bool kWhole>
 HPO_INLINE Floats load_own(Mask own, const float* from) {
   return kWhole ? load_lanes<Floats>(from) : load_where(own, from);

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "hpo/api.h"
-#include "hpo/gates.h"
+#include "hpo/rows.h"
 #include "parallel.h"
 
 namespace hpo::HPO_ISA {
@@ -45,7 +45,7 @@ struct Rows {
   const int64_t* cu_seqlens;  // [count + 1]
   int64_t count, tokens;
   int64_t broken;  // with broken rows the others may be out of order
-  // With broken rows: of each of kRuns runs of rows, between which tokens they lie. Mostly all but a few are in order, and a
+  // With broken rows: the tokens between which each of kRuns runs of rows lies. Mostly all rows but a few are in order, and a
   // tile has to look into one run or two.
   int64_t in_run;
   Range runs[kRuns];

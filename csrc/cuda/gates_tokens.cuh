@@ -95,7 +95,7 @@ struct Inputs {
     return bits;
   }
 
-  // Those of one token of four.
+  // The inputs of one token of four.
   __device__ __forceinline__ Inputs<1> only(int i) const {
     return {vector.only(i),     {pick(logp, i)},  {pick(old_logp, i)},    {pick(ref_logp, i)},
             {pick(entropy, i)}, {pick(score, i)}, {pick(advantage, i)},   {pick(token_weight, i)},

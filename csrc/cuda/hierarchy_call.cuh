@@ -9,7 +9,7 @@ constexpr int kWords = 3;  // of a segment's LogRatios: valid, fixed[2]
 constexpr int kLevelChannels = 2 * kMostLevels;  // of the gradients of a tile in aggregates: [level][channel]
 
 struct Workspace {
-  // Of segment s at level k at [k * leaves + s], 0 before the first grid barrier. In the caller's tables, if there are any.
+  // Entries of segment s at level k stand at [k * leaves + s], 0 before the first grid barrier; in the caller's tables, if any.
   int64_t* segments;  // [..][kWords]
   uint64_t* largest;  // [..][channel]: the largest magnitude of a tile's gradient in the aggregate, the bits of a double
   int64_t* aggregate_grad;  // [..][channel]: the sum of the gradients of tiles, in steps that `largest` fixes
@@ -92,7 +92,7 @@ struct Call : TokenCall {
     return entering<ENTERING == kPreGated>(token);
   }
 
-  // From the gradient of what is aggregated to that of the token's log-ratio.
+  // The gradient of the token's log-ratio from that of what is aggregated.
   template <int ENTERING>
   __device__ __forceinline__ float through_pre_gate(const Token& token, float flow) const {
     if (ENTERING == kLogRatio) return flow;

@@ -39,7 +39,7 @@ __device__ __forceinline__ int stage_at(int kind, int column, int of_lane) {
   return kind * kOfKind + column * kColumn + of_lane;
 }
 
-// The work of a warp. In shared memory even where all lanes agree, because tokens need the registers.
+// The work of a warp, in shared memory even where all lanes agree, because tokens need the registers.
 struct Work {
   LeafUnit unit;
   LeafGate gate;
@@ -48,7 +48,7 @@ struct Work {
   bool bends;  // the slopes of two levels differ, so that every token has a gradient in an aggregate
 };
 
-// That gradient; lanes 0 and 1 have a sign of the advantage each.
+// Work::settled; lanes 0 and 1 have a sign of the advantage each.
 __device__ __forceinline__ float settled_gradient(const Call& call, int leaf, float z, double slope) {
   double mine = 0.0;
   if (lane() < 2 && slope != 0.0) {

@@ -81,7 +81,7 @@ __device__ __forceinline__ void leave_out(Token& token) {
   token.a = token.unweighted = 0.0f;
 }
 
-// Likewise a target.
+// The target of a token; a target without a meaning leaves the token out.
 template <int WIDTH>
 __device__ __forceinline__ float classify_target(const Gate& gate, int row, const Inputs<WIDTH>& inputs, int i, Token& token) {
   const PolicyLossArgs& args = gate.args;

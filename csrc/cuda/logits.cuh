@@ -94,8 +94,8 @@ __device__ __forceinline__ int first_column(int vector) {
   return (vector * kThreads + int(threadIdx.x)) * kPerVector<Type>;
 }
 
-// For one thread of a block: where a kernel also uses a load's pointer as a number, nvcc for sm_100 no longer knows that it
-// points to global memory.
+// One thread of a block calls this: where a kernel also uses a load's pointer as a number, nvcc for sm_100 no longer knows that
+// it points to global memory.
 template <class Type>
 __device__ __forceinline__ bool is_aligned(const void* array, int64_t offset) {
   return (reinterpret_cast<uintptr_t>(array) + uint64_t(offset) * sizeof(typename Type::Element)) % 16 == 0;

@@ -28,8 +28,8 @@ __device__ __forceinline__ float logit_at(const void* logits, int64_t offset) {
   return Type::lane(unsigned(static_cast<const typename Type::Element*>(logits)[offset]), 0);
 }
 
-// For one thread of a block: it divides doubles, and some devices have few units for them. In place it reads the target's logit
-// before another thread writes the gradient there.
+// One thread of a block calls this: it divides doubles, and some devices have few units for them. In place it reads the
+// target's logit before another thread writes the gradient there.
 template <class Type>
 __device__ __forceinline__ Row get_row(const LogprobsArgs& args, int64_t index) {
   Row row{};
@@ -108,7 +108,7 @@ class ThreadSums {
   }
 
  private:
-  // As in RowSums, relative to reference_.
+  // The sums of RowSums, relative to reference_.
   struct Sums {
     float others, spread, squares;
   };
@@ -175,7 +175,7 @@ struct GradientRow {
   bool wide;
 };
 
-// For one thread of a block.
+// One thread of a block calls this.
 template <class Type>
 __device__ __forceinline__ GradientRow gradient_row(const LogprobsBackwardArgs& args, int64_t index, const Row& row,
                                                     const RowUpstream& upstream) {

@@ -14,7 +14,6 @@ namespace {
 
 constexpr int kBlocksTogether = 2;  // on a multiprocessor
 
-// With a term the first is null, without one the second has no hierarchy.
 struct Call {
   LogprobsBackwardArgs logits;
   TokenCall tokens;
@@ -27,7 +26,7 @@ struct Given {
   Inputs<1> inputs;
 };
 
-// For a whole warp, before a barrier.
+// A whole warp calls this, before a barrier.
 __device__ __forceinline__ void read_given(const Gate& gate, int64_t token, Given& given) {
   const Pack pack = gate.pack();
   int row = -1;

@@ -6,7 +6,7 @@
 #include "bins.cuh"
 #include "grid.cuh"
 #include "hpo/entropy.h"
-#include "hpo/gates.h"
+#include "hpo/rows.h"
 
 namespace hpo {
 namespace {

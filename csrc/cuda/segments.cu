@@ -2,6 +2,10 @@
 //
 // In row_counts a block takes eight neighbouring rows. A warp counts a short row alone; all warps count a long row together,
 // so that one long row among short ones does not keep a single warp busy.
+#include <cfloat>
+
+#include "hpo/api.h"
+
 #include "grid.cuh"
 #include "units.cuh"
 

@@ -26,7 +26,7 @@ __device__ __forceinline__ float pick(const float (&values)[4], int i) {
   return i < 2 ? (i == 0 ? values[0] : values[1]) : (i == 2 ? values[2] : values[3]);
 }
 
-// Likewise for a value that is written.
+// The same for a value that is written.
 __device__ __forceinline__ void put(float (&values)[4], int i, float value) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) values[k] = i == k ? value : values[k];
@@ -86,7 +86,7 @@ template <int WIDTH>
 __device__ __forceinline__ void write(float* array, const Vector<WIDTH>& vector, const float (&values)[WIDTH]) {
   if constexpr (WIDTH == 4) {
     if (vector.whole) {
-      // Not an assignment, which nvcc takes apart to share its stores with those below.
+      // This is no assignment, which nvcc takes apart to share its stores with those below.
       __stwb(reinterpret_cast<float4*>(array + vector.token), make_float4(values[0], values[1], values[2], values[3]));
       return;
     }

@@ -6,7 +6,7 @@
 //   unit rows + j    is the further tile that belongs to token (j + 1) * kTile of the pack. After its first token a row
 //                    contains at least as many multiples of kTile as it has further tiles; a search finds the row.
 #pragma once
-#include "hpo/gates.h"
+#include "hpo/rows.h"
 #include "warp.cuh"
 
 namespace hpo {

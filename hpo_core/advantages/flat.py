@@ -351,7 +351,7 @@ def dgpo(
         right = segments.statistics(accuracy, group_ids, mask=scorable(rewards, mask), backend=backend).mean
         # Once per group: each of its n members stands for 1 / n of it.
         share = torch.where(differs, 1 / group.members.clamp(min=1), 0.0)
-        # As kernels compare it: no group is harder than the hardest, however large accuracies are.
+        # Kernels compare it so: no group is harder than the hardest, however large accuracies are.
         ease = about_group(torch.where(right == 0, 1.0, right), rewards, None, mask=differs, backend=backend).double()
         hardest = segments.statistics(ease, None, mask=differs, backend=backend).least  # of the batch, on whatever rank
         hardness = torch.exp((hardest - ease) / temperature)

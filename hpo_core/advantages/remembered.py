@@ -28,9 +28,9 @@ class BetaTracker(NamedTuple):
     @examines
     @torch.no_grad()
     def start(successes: torch.Tensor, samples: int, *, least_memory: float = 0.875) -> BetaTracker:
-        """From the successes s ``[P]`` of n = ``samples`` responses to each prompt: ``alpha = N (s + 1/2) / (n + 1)``,
-        ``beta = N (n - s + 1/2) / (n + 1)``, ``N = 1 / (1 - least_memory)``; without samples, or where s is NaN or
-        infinite, 1/2 each.
+        """A tracker after the successes s ``[P]`` of n = ``samples`` responses to each prompt:
+        ``alpha = N (s + 1/2) / (n + 1)``, ``beta = N (n - s + 1/2) / (n + 1)``, ``N = 1 / (1 - least_memory)``; without
+        samples, or where s is NaN or infinite, 1/2 each.
 
         >>> BetaTracker.start(torch.tensor([3.0]), 8).value
         tensor([0.3889])
@@ -65,7 +65,7 @@ class BetaTracker(NamedTuple):
         least_memory: float = 0.875,
         most_memory: float = 0.96,
     ) -> BetaTracker:
-        """After rewards in [0, 1]: ``alpha <- rho alpha + r``, ``beta <- rho beta + 1 - r``,
+        """The tracker after rewards in [0, 1]: ``alpha <- rho alpha + r``, ``beta <- rho beta + 1 - r``,
         ``rho = clamp(2^(-D / half_life), least_memory, most_memory)``.
 
         Over ranks, every rank passes the units of all ranks, gathered, or their trackers drift apart.
@@ -145,7 +145,7 @@ class GroupHistory(NamedTuple):
     @examines
     @torch.no_grad()
     def merged(self, prompts: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> GroupHistory:
-        """With one more step of equally many samples of these prompts: ``mean <- (t mean + m) / (t + 1)``,
+        """The history with one more step of equally many samples of these prompts: ``mean <- (t mean + m) / (t + 1)``,
         ``variance <- (t variance + v + t / (t + 1) (m - mean)^2) / (t + 1)``. A prompt whose m or v is NaN or infinite
         has no step more; negative places, and those beyond the history, belong to no prompt.
 

@@ -48,7 +48,7 @@ def returns_along(rewards: torch.Tensor, steps: Chains, gamma: float, *, backend
 
 
 def episode_returns(rewards: torch.Tensor, steps: Chains, *, backend: str | None = None) -> torch.Tensor:
-    """For every step the sum of its trajectory's rewards ``[N]`` float64; 0 for a step in none."""
+    """The sum of the rewards of each step's trajectory, ``[N]`` float64; 0 for a step in none."""
     sums = returns_along(rewards, steps, 1.0, backend=backend)
     return steps.unsorted(torch.where(steps.chain >= 0, steps.first(sums), 0.0))
 

@@ -167,7 +167,7 @@ def accepted_keywords(estimator: Callable[..., Any], *positional: Any, **given: 
 
 
 def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
-    """That rewards and what else is ``known`` suffice to call an estimator, where ``source`` says no more."""
+    """Check that rewards and what else is ``known`` suffice to call an estimator, where ``source`` says no more."""
     first = next(iter(inspect.signature(estimator).parameters))
     check(
         not is_published(estimator) or first in ("rewards", "token_rewards", "step_rewards"),
@@ -181,7 +181,7 @@ def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[st
 
 
 def check_keywords(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
-    """That what is ``known`` suffices to call an estimator, besides the rewards."""
+    """Check that what is ``known`` suffices to call an estimator, besides the rewards."""
     missing = missing_keywords([*inspect.signature(estimator).parameters.values()][1:], known)
     check(
         not missing,
@@ -194,7 +194,7 @@ def check_keywords(name: str, estimator: Callable[..., Any], known: Sequence[str
 
 
 def missing_keywords(parameters: Iterable[inspect.Parameter], known: Collection[str]) -> list[str]:
-    """Those of the parameters that have no default and are not known."""
+    """The names of the parameters that have no default and are not known."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needs = [each.name for each in parameters if each.default is each.empty and each.kind in named]
     return [need for need in needs if need not in known]
@@ -211,7 +211,7 @@ def scale_of(scaled: bool) -> Scale:
 
 
 def check_eps(eps: float) -> None:
-    """That of a formula outside the operator, which checks its own."""
+    """Check the epsilon of a formula outside the operator, which checks its own."""
     check(0 <= eps < math.inf, "eps: expected a finite number >= 0, got {}", eps)
 
 
@@ -282,7 +282,7 @@ def among(ids: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
 
 
 def grouped(units: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
-    """Those of some units ``[U]`` bool that are in a group."""
+    """The members ``[U]`` bool of these units that are in a group."""
     return units if ids is None else units & (ids >= 0)
 
 

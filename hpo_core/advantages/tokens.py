@@ -423,7 +423,7 @@ def t_ppo(
     seen = valid.to(value.dtype)
 
     def behind(tokens: torch.Tensor) -> torch.Tensor:
-        """At every token what stands at the next valid one of its row; 0 behind the last."""
+        """The value of the next valid token of each token's row; 0 behind the last."""
         found = recurrence(tokens, 1 - seen, batch.cu_seqlens, backend=backend)
         following = torch.zeros_like(found)
         following[:-1] = torch.where(row[1:] == row[:-1], found[1:], 0.0)

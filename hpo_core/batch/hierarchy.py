@@ -69,7 +69,7 @@ def _named(batch: PackedBatch, unit: Unit, finer: torch.Tensor) -> torch.Tensor:
 
 
 def first_of_each(ids: torch.Tensor) -> torch.Tensor:
-    """For every id the index of its first occurrence."""
+    """The index of the first occurrence of every id."""
     numbers, ranks, order = renumber(ids)
     return order[torch.searchsorted(ranks, numbers)]
 

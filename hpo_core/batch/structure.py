@@ -158,7 +158,7 @@ def _check_steps(name: str, begin: torch.Tensor, end: torch.Tensor, offsets: tor
     outside = (row < 0) | (row >= offsets.numel() - 1) | (end > offsets[(row + 1).clamp(0, offsets.numel() - 1)])
     for wrong, expected, fix in (
         (end < begin, "begin <= end at every step", "a range ends one token behind its last"),
-        (overlaps, "steps in order without overlap", "it begins before the one in front of it ends"),
+        (overlaps, "steps in order without overlap", "it begins before the last one ends; count from the first row"),
         (outside & (begin < end), "each step inside one row", "cut it where a row ends"),
     ):
         step = _first_true(wrong)

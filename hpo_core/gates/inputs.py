@@ -429,7 +429,7 @@ def _covariance(
 def _greatest(
     key: torch.Tensor, eligible: torch.Tensor, share: float, batch: PackedBatch, n: torch.Tensor
 ) -> torch.Tensor:
-    """Of n tokens the ``max(1, floor(share n))`` eligible ones of greatest float32 key, equal ones in order."""
+    """The ``max(1, floor(share n))`` eligible tokens of n with the greatest float32 key, equal ones in order."""
     check(0 <= share <= 1, "share: expected a number in [0, 1], got {}", share)
     wanted = (share * n.double()).floor().clamp(min=1).long().reshape(1)
     segments = ops.segments_of_call(batch.cu_seqlens, key.numel())

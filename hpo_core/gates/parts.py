@@ -291,7 +291,7 @@ class Correction(Short):
         object.__setattr__(self, "_spec", in_floats(spec))
 
     def spec(self) -> CorrectionSpec:
-        """As kernels take it."""
+        """The correction as kernels take it."""
         return self._spec
 
 

@@ -73,7 +73,7 @@ class GateInputs(NamedTuple):
     token_weight: torch.Tensor | None = None
 
     def on_tokens(self, change: Callable[[torch.Tensor], torch.Tensor], per_token: bool) -> GateInputs:
-        """With ``change`` applied to each ``[T]`` tensor; ``per_token``: ``target`` is one."""
+        """The inputs with ``change`` applied to each ``[T]`` tensor; ``per_token``: ``target`` is one."""
 
         def changed(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else change(values)

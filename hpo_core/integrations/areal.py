@@ -156,7 +156,7 @@ def _row_means(advantages: torch.Tensor, mask: torch.Tensor, batch: PackedBatch)
     if advantages.dim() == 2:
         sums = torch.where(mask, advantages, 0.0).sum(1)
     else:
-        # In the order of tokens; index_add_ on a GPU would add in that of its atomics.
+        # This adds in the order of tokens; index_add_ on a GPU would add in that of its atomics.
         kept = torch.where(mask, advantages, 0.0)
         sums = torch.segment_reduce(kept, "sum", offsets=batch.cu_seqlens, unsafe=True)
     return sums / batch.row_counts.clamp(min=1)

@@ -22,7 +22,7 @@ MakesPenalty = Callable[..., torch.Tensor]
 
 # The keywords that an entropy method may take.
 AVAILABLE = ("entropy", "logp", "advantages", "advantage_level", "batch", "process_group", "seed", "backend")
-# Those that a penalty may take.
+# The keywords that a penalty may take.
 PENALISED = ("entropy", "batch", "weights", "seed")
 _LAST = ("kl_weight", "advantage_factor", "advantage_addend")
 # The keys of a trainer's batch under which the fields of a selection lie, each [B, L]; the mask is the trainer's own.
@@ -30,7 +30,7 @@ SELECTED = tuple(f"selection_{name}" for name in ("weight", "low", "high", *_LAS
 
 
 def check_entropy(entropy: MakesSelection, processes: int, penalty: str = "") -> None:
-    """That the trainer can call the method, and that what it measures is measured on all processes.
+    """Check that the trainer can call the method, and that what it measures is measured on all processes.
 
     Args:
         penalty: what to set where the loss has no KL penalty, which some methods weigh by tokens; empty where it has.

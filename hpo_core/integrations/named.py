@@ -108,7 +108,7 @@ def _check_taken(
     arguments: list[Any],
     keywords: dict[str, Any],
 ) -> None:
-    """That the function takes the arguments, before it is called: an estimator is only after the first rollout."""
+    """Check that the function takes the arguments, before it is called: an estimator is after the first rollout."""
     signature = inspect.signature(function)
     try:
         bind(signature, *arguments, **keywords)

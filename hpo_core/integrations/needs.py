@@ -22,7 +22,7 @@ def check_needs(
     sampler: str,
     selected: Collection[str] = (),
 ) -> None:
-    """That the trainer can give the gate all without which it is another method.
+    """Check that the trainer can give the gate all without which it is another method.
 
     Args:
         gate_inputs: a function of :mod:`hpo_core.gates`, a partial of one, or one of the user's, or None.

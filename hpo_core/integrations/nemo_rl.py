@@ -99,7 +99,7 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             setting = "reference_policy_kl_penalty above 0"
             self._check_scored("reference_policy_logprobs", ref, next_token_logprobs, mask, setting)
             penalty = {"ref_logp": ref, "kl": self.kl, "clamp_k3": True}
-        # With top-k or top-p the reference is that of the whole vocabulary, and so is the policy in the penalty.
+        # The reference is that of the whole vocabulary under top-k and top-p, too, and so is the policy in the penalty.
         unfiltered = data.get("curr_logprobs_unfiltered") if self.kl else None
         out = token_loss(
             next_token_logprobs, old, data["advantages"][:, 1:], batch, self.gate, weights, rollout_logp=rollout,

@@ -34,7 +34,7 @@ _HOOK = "hpo_core.integrations.openrlhf.install"
 
 
 class HPOPolicyLoss(torch.nn.Module):
-    """In place of ``openrlhf.models.PolicyLoss``: the same constructor, the same call.
+    """The loss in place of ``openrlhf.models.PolicyLoss``: the same constructor, the same call.
 
     ``HPO_GATE``, or :attr:`gate` set on the class, is the gate; without either it is the one that the flags describe.
     The flags ``loss_agg_mode`` and ``is_correction_*`` keep their meaning beside any gate.

@@ -18,12 +18,12 @@ ESTIMATORS = (
     *("lite_ppo", "maxrl", "mc_grpo", "ngrpo", "opo", "qae", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
 )
 
-# Those that divide by a deviation and have no form without.
+# The estimators that divide by a deviation and have no form without.
 _DIVIDING = ("dgpo", "grpo", "grpo_leave_one_out", "lite_ppo", "mc_grpo", "ngrpo", "qae")
 
 
 def check_prompt_estimator(estimator: Callable[..., torch.Tensor], trainer: str) -> None:
-    """That an estimator takes no more than :func:`prompt_advantages` has.
+    """Check that an estimator takes no more than :func:`prompt_advantages` has.
 
     Raises:
         ValueError: one of steps or several rewards, or one that needs another argument.
@@ -122,7 +122,7 @@ def prompt_advantages(
 
 
 def _last_rows(runs: Sequence[tuple[Hashable, int]]) -> list[int]:
-    """For each row the last one of its run."""
+    """The last row of the run of each row."""
     last: dict[Hashable, int] = {}
     for row, (run, place) in enumerate(runs):
         if run not in last or runs[last[run]][1] < place:

@@ -15,7 +15,7 @@ from .named import VARIABLE, environment_gate, named_gate
 
 
 def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_policy: str = "") -> None:
-    """That a trainer which hands over rows, and no more, can serve the gate.
+    """Check that a trainer which hands over rows, and no more, can serve the gate.
 
     Args:
         trainer: its name, for the message.
@@ -66,7 +66,7 @@ def check_environment_gate(trainer: str, **served: Any) -> None:
 
 
 def check_registered(gate: Any, config: str) -> None:
-    """That a registry gets a gate, or a function of the trainer's ``config``, which constructors of gates are not."""
+    """Check that a registry gets a gate, or a function of the trainer's ``config``, which no gate's constructor is."""
     is_constructor = any(gate is getattr(gates, each) for each in gates.__all__)
     require_type(
         isinstance(gate, RatioGate) or (callable(gate) and not is_constructor),
@@ -79,7 +79,7 @@ def check_registered(gate: Any, config: str) -> None:
 def check_unread(
     gate: RatioGate, trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any], fix: str = ""
 ) -> None:
-    """That no setting of the trainer is other than its own value ``unset``, because the gate would silence it."""
+    """Check that every setting of the trainer has its own value ``unset``, because the gate would silence others."""
     for name, value in given.items():
         check(
             value == unset[name],
@@ -102,8 +102,8 @@ def environment_gate_beside(trainer: str, given: Mapping[str, Any], unset: Mappi
 
 
 def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: str) -> None:
-    """That a gate which corrects the sampler's log-probabilities gets them. ``setting``: what makes the trainer tell
-    them."""
+    """Check that a gate which corrects the sampler's log-probabilities gets them. ``setting``: what makes the trainer
+    tell them."""
     check(
         rollout_logp is not None or not gate.needs_rollout,
         "gate: {!r} corrects what the sampler's log-probabilities differ by, and the batch has none; set {}",

@@ -294,7 +294,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             kept["entropy_penalty"].append(self.accelerator.gather(penalty.detach()).nanmean().item())
             loss = loss + penalty
         if self._entropy_bonus_enabled:
-            # As TRL logs it: of a micro-batch, but for the loss types whose denominator is the whole step's.
+            # TRL logs the loss of a micro-batch, but for the loss types whose denominator is the whole step's.
             logged = loss.detach() * (1 if self.loss_type in ("cispo", "dapo", "vespo") else self._accumulated())
             kept = self._metrics["train" if self.model.training else "eval"]
             kept["policy_loss"].append(self.accelerator.gather(logged).nanmean().item())

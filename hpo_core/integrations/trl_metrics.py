@@ -19,7 +19,8 @@ from ..prepared import Report
 from ..specs import Head
 from .trl_inputs import advantages_of, log_ratio_of, mask_of
 
-# Under "hpo_core/", under "hpo_core/step/" and so on for each level, and under "hpo_core/correction_0/" and so on.
+# The metrics under "hpo_core/", those under "hpo_core/step/" and so on for each level, and those under
+# "hpo_core/correction_0/" and so on.
 _REPORTED = ("clip_fraction", "selected_fraction", "ratio_max", "effective_sample_size", *FLAGS)
 _OF_LEVELS = ("segments", "ratio_mean", "kl_old_k3", "effective_sample_size")
 _OF_CORRECTIONS = ("selected_fraction", "ratio_mean", "kl_old_k3", "effective_sample_size")

@@ -162,7 +162,7 @@ class _Loss(NamedTuple):
         return self.gate_inputs is not None and name in inspect.signature(self.gate_inputs).parameters
 
     def reads_own_entropies(self) -> bool:
-        """Those of the policy that is trained."""
+        """Whether it reads the entropies of the policy that is trained."""
         return self.inputs_take("entropy") or self.entropy_penalty is not None
 
     def reads_rows(self) -> bool:

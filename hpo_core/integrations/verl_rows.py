@@ -186,8 +186,8 @@ def selected_by(
 
 
 def check_bypass(config: Any) -> None:
-    """That the sampler is not the old policy, too, where the loss corrects what they differ by. ``config``: that of a
-    V1 trainer; the others replace the loss in that mode."""
+    """Check that the sampler is not the old policy, too, where the loss corrects what they differ by. ``config``: that
+    of a V1 trainer; the others replace the loss in that mode."""
     correction = config.algorithm.get("rollout_correction", None)
     if not correction or not correction.get("bypass_mode", False):
         return

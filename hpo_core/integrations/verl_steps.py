@@ -49,7 +49,7 @@ def is_of_steps(estimator: Callable[..., torch.Tensor]) -> bool:
 
 
 def check_step_estimator(estimator: Callable[..., torch.Tensor]) -> None:
-    """That an estimator of steps takes no more than :func:`step_advantages` has."""
+    """Check that an estimator of steps takes no more than :func:`step_advantages` has."""
     check_estimator("estimator", estimator, ("group_ids", "trajectory_ids", "anchor_ids", "positions"), "verl")
 
 
@@ -92,7 +92,7 @@ def row_advantages(
 
 
 def _settings(estimator: Callable[..., torch.Tensor], config: Any) -> dict[str, Any]:
-    """Those of verl's AlgoConfig."""
+    """The settings of verl's AlgoConfig that the estimator takes."""
     name = "norm_adv_by_std_in_grpo"
     gamma, scaled = (1.0, True) if config is None else (config.get("gamma", 1.0), config.get(name, True))
     return settings_of(estimator, gamma, scaled, f"algorithm.{name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -205,7 +205,7 @@ def times(values: torch.Tensor, factor: torch.Tensor, backend: str | None) -> to
 
 
 def _save(ctx: Any, inputs: Any, output: Outputs) -> None:
-    """For the operator, which has four outputs."""
+    """What the backward of the operator, which has four outputs, reads."""
     _, metrics, grad, tokens = output
     ctx.mark_non_differentiable(*(tensor for tensor in (metrics, tokens) if tensor is not None))
     ctx.set_materialize_grads(False)
@@ -217,14 +217,8 @@ def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor |
     return _scaled(ctx, loss_gradient, grad_gradient), *[None] * (len(ctx.needs_input_grad) - 1)
 
 
-INPUTS = (
-    "Tensor logp, Tensor? old_logp, Tensor advantages, Tensor weights, Tensor cu_seqlens, Tensor? mask, "
-    "Tensor? ref_logp, Tensor? entropy, Tensor? score, Tensor? threshold, Tensor? token_mask, Tensor? token_weight, "
-    "Tensor? low, Tensor? high, "
-    "bool advantage_per_token, Tensor? leaf_begin, Tensor? leaf_end, Tensor? leaf_row, Tensor? ancestors, "
-    "Tensor? target, bool target_per_token, Tensor? penalty_mask, Tensor? kl_weight, "
-    "Tensor? correction_first, Tensor? correction_second, "
-)
+_OF_TYPES = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", bool: "bool"}
+INPUTS = "".join(f"{_OF_TYPES[kind]} {name}, " for name, kind in get_type_hints(PolicyLossInputs).items())
 define(
     f"policy_loss({INPUTS}int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
     "-> (Tensor loss, Tensor metrics, Tensor grad, Tensor tokens)"

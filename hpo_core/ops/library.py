@@ -22,7 +22,7 @@ OPERATORS = torch.ops.hpo_core
 define = LIBRARY.define
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# By autograd.grad(is_grads_batched=True), which is no transform of torch.func.
+# autograd.grad(is_grads_batched=True), which is no transform of torch.func, makes such tensors.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 _BATCHED = (
     "{}: vmap of its backward is not supported (torch.func.jacrev is one); leave is_grads_batched=False and take one "
@@ -48,7 +48,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 def refuse_transform_in_compiled(function: str, *tensors: torch.Tensor) -> None:
     """Raise ``RuntimeError`` in compiled code where a transform of torch.func differentiates one of the tensors."""
-    # Of the arguments of a transform Dynamo does not know that they require a gradient, of their views it does.
+    # Dynamo does not know that the arguments of a transform require a gradient; it knows that their views do.
     if torch.is_grad_enabled() and any(each.view_as(each).requires_grad for each in tensors):
         raise RuntimeError(TRANSFORM_IN_COMPILED.format(function))
 

@@ -38,7 +38,7 @@ SECOND_DERIVATIVE = (
     "graph); use backend='reference' to differentiate twice"
 )
 
-# Of blocks of n columns, the states of n / 1024 are merged at once. A merge takes tens of launches, and a state that
+# The states of n / 1024 blocks of n columns are merged at once. A merge takes tens of launches, and a state that
 # waits for it takes a hundred bytes of a row, whose logits in a block take 4 n.
 _MERGED = 1024
 
@@ -166,8 +166,8 @@ class _Blocks:
         return counting.new_zeros(len(self.given.hidden), *counting.shape[1:]).index_copy_(0, self.rows, counting)
 
     def places_of_targets(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each block of the vocabulary from ``first`` on, chunk and row: the place of the target's logit in
-        the block of logits, 0 where it is in another block, and whether it is in this one."""
+        """The place of the target's logit in each block of the vocabulary from ``first`` on, chunk and row, 0 where it
+        is in another block; and whether it is in this one."""
         end = len(self.given.weight)
         begins = range(first * self.columns, min(last * self.columns, end), self.columns)
         begin = torch.arange(begins.start, begins.stop, begins.step, device=self.targets.device)[:, None, None]

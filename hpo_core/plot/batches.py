@@ -73,7 +73,7 @@ def batch_layout(
 
 
 def _layers(batch: PackedBatch, first: int, last: int) -> Iterator[tuple[str, list[tuple[int, int, int, bool]]]]:
-    """By level, finest first: the areas as first token, the one behind the last, number, and whether they count."""
+    """The areas of each level, finest first: first token, the one behind the last, number, and whether they count."""
     begins, ends = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
     valid = torch.ones(batch.total_tokens, dtype=torch.bool) if batch.mask is None else batch.mask.flatten()
     shown = range(begins[first], ends[last - 1])

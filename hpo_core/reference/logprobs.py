@@ -42,7 +42,7 @@ def token_logprobs(rows: LogitRows, kept: int) -> tuple[torch.Tensor, torch.Tens
     distance = spread / (1 + others)
     squares = (1 + e.square().sum(-1)) / (1 + others).square()
     statistics = (x.gather(-1, top).squeeze(-1), others, distance, squares)
-    # Of every logit, so that their gradients are NaN, too.
+    # A sum of every logit, so that their gradients are NaN, too.
     undefined = x.sum(-1) * torch.where(known | ignored, 1.0, torch.nan)
 
     def result(values: torch.Tensor) -> torch.Tensor:

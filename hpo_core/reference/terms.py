@@ -1,5 +1,5 @@
-"""From the gated log-ratio of a token to its term of the loss: heads, the pre-gate, the factor beyond the bounds, both
-penalties; and the saturations that keep all of it finite."""
+"""What makes the gated log-ratio of a token its term of the loss: heads, the pre-gate, the factor beyond the bounds,
+both penalties; and the saturations that keep all of it finite."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ IMPLIED_SATURATION = 2.0**36  # of the ratio in the implied policy, which divide
 SCORE_SATURATION = 2e37  # of the loss of a token that is multiplied by its log-probability: eight of them fit a float
 SUM_SATURATION = 2.0**31  # of z, for the head that has no ratio: what sums in fixed point hold
 DEVIATION_SATURATION = 2048.0  # of a ratio's deviation from 1, where deviations are added up
-# Of u in a gamma gate, its slope kept. The gate is far below -SATURATION there: this tells only between the channels of
-# a split, where sums of any size would be infinity minus infinity, and a float has to hold each.
+# The bound of u in a gamma gate, whose slope is kept. The gate is far below -SATURATION there: this tells only between
+# the channels of a split, where sums of any size would be infinity minus infinity, and a float has to hold each.
 GAMMA_SATURATION = 80.0
 EXPONENT_SATURATION = 7.5  # of x, where its exponentials are added up: e^7.5 < 2048
 STATISTIC_SATURATION = 40.0  # ratio statistics, not the loss
@@ -48,7 +48,7 @@ def pre_gate(x: torch.Tensor, negative: torch.Tensor, term: TermSpec) -> torch.T
 
 
 def deviation_of(x: torch.Tensor) -> torch.Tensor:
-    """Of the ratio e^x from 1."""
+    """The deviation of the ratio e^x from 1, saturated with its derivative kept."""
     deviation = torch.expm1(x)
     return deviation.detach().clamp(max=DEVIATION_SATURATION) + (deviation - deviation.detach())
 
@@ -96,10 +96,10 @@ def general_term(
     number: torch.Tensor,
     negative: torch.Tensor,
 ) -> torch.Tensor:
-    """The same of every head; kept: the token weight, 0 where not selected."""
+    """:func:`policy_term` of every head; kept: the token weight, 0 where not selected."""
     if head is Head.CENSORED:
         deviation = deviation_of(x)
-        left = deviation + torch.sign(deviation) * z  # of it; z is what the segment is above its budget, negative
+        left = deviation + torch.sign(deviation) * z  # z: what the segment is above its budget, negative
         return -a * (1 + torch.where(deviation.abs() + z >= 0, left, torch.zeros_like(z)))
     ratio, size = torch.exp(z), torch.where(negative == 1, -a, a)  # the second: |A|, whatever the sign of weights
     if head is Head.LOG:

@@ -30,7 +30,7 @@ class LevelKind(enum.IntEnum):
 
 
 class Unit(enum.IntEnum):
-    """Whose aggregate a level gates."""
+    """The segment whose aggregate a level gates."""
 
     STEP = 1
     TRAJECTORY = 2
@@ -56,7 +56,7 @@ class Routing(enum.IntEnum):
 
 
 class Head(enum.IntEnum):
-    """From the gated log-ratio z, r = e^z, to the objective; p is the head's number for the sign of A."""
+    """The objective as a function of the gated log-ratio z, r = e^z; p is the head's number for the sign of A."""
 
     LINEAR = 0  # A r
     SCORE = 1  # A sg[r] logp
@@ -130,7 +130,7 @@ class Reduction(enum.IntEnum):
 
 
 class Action(enum.IntEnum):
-    """From the statistic v to the factor."""
+    """How the statistic v becomes a factor."""
 
     MASK = 0  # 1 inside the bounds, else 0
     BAND = 1  # e^v inside the bounds, else 0
@@ -218,7 +218,7 @@ class PolicyLossSpec(NamedTuple):
 
 
 class Stage(enum.IntEnum):
-    """Of a call under levels: all at once, or one after the other, with an :class:`Exchange` between them."""
+    """A call under levels: all stages at once, or one after the other, with an :class:`Exchange` between them."""
 
     WHOLE = 0
     SUMS = 1
@@ -245,7 +245,7 @@ class Exchange(Protocol):
         """``[levels, P, 2]``: by channel the gradient in the aggregate, in a unit that ``largest`` fixes."""
 
     def differentiable_sums(self, table: torch.Tensor) -> torch.Tensor:
-        """For the reference: what ``sums`` does, of floating-point numbers that are not multiplied by anything, as a
+        """What ``sums`` does, for the reference: of floating-point numbers that are not multiplied by anything, as a
         function of the table ``[levels, P, 3]`` whose derivative is that of all processes' losses."""
 
 

@@ -37,7 +37,7 @@ def accepts(fn: Callable[..., Any], name: str) -> bool:
 
 
 def accepted(fn: Callable[..., Any], names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the names that ``fn`` takes as keywords."""
+    """The names that ``fn`` takes as keywords."""
     parameters = inspect.signature(fn).parameters
     every = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return tuple(name for name in names if every or name in parameters)

@@ -85,7 +85,7 @@ def below(draw: torch.Generator, limit: int) -> int:
 
 @examines
 def random_layout(seed: int = 0, rows: int = 6, longest: int = 9) -> Layout:
-    """At most ``rows`` rows; the first, the middle and the last are often empty or of one token."""
+    """A layout of at most ``rows`` rows; the first, the middle and the last are often empty or of one token."""
     draw = torch.Generator("cpu").manual_seed(seed)
 
     lengths = [below(draw, longest + 1) for _ in range(below(draw, rows + 1))]

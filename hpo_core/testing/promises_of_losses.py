@@ -49,7 +49,7 @@ def _(run: Run, example: PolicyLossExample) -> float:
 
 
 def _within_budget(what: str, got: torch.Tensor, expected: Expected) -> float:
-    """As assert_within_budget, with the factor of a result that lacks nothing but a sign or a denominator."""
+    """assert_within_budget, with the factor of a result that lacks nothing but a sign or a denominator."""
     try:
         return assert_within_budget(what, got, expected)
     except AssertionError as error:

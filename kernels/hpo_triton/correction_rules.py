@@ -29,7 +29,7 @@ GUARD = tl.constexpr(1e-8)  # keeps the logarithm of a binary KL finite
 
 
 class Bounds(NamedTuple):
-    """Of the statistic, for advantages >= 0 and < 0."""
+    """The bounds of the statistic, for advantages >= 0 and < 0."""
 
     low: tuple[float, float]
     high: tuple[float, float]
@@ -37,7 +37,7 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def _bounded_logp(logp):
-    """For exp: rounding may lift a log-probability above 0, and below e^-87 nothing is left of a probability."""
+    """What exp takes: rounding may lift a log-probability above 0, and below e^-87 nothing is left of a probability."""
     return clamp(logp, -87.0, 0.0)
 
 
@@ -130,7 +130,7 @@ def weight_of_tokens(loaded, inputs, bounds, row, rows, token, tokens, whole, RE
 
 
 def rule_bounds_of(spec: CorrectionSpec | None) -> Bounds | None:
-    """As floats: Triton compiles a kernel again for integers in a tuple, and once more for a 1."""
+    """The bounds as floats: Triton compiles a kernel again for integers in a tuple, and once more for a 1."""
     if spec is None:
         return None
     low, high = (tuple(map(float, pair)) for pair in (spec.low, spec.high))

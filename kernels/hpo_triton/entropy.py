@@ -24,7 +24,7 @@ NEAREST = tl.constexpr(int(OrderRule.NEAREST))
 # Where programs can wait for each other, all passes and the selection are one launch.
 BINS = tl.constexpr(2048)
 PASSES = 3
-# Of one step. Before Triton 3.9 the histogram of more holds what it spills.
+# The scores of one step. Before Triton 3.9 the histogram of more spills.
 SCORES = tl.constexpr(2048 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 1024)
 
 

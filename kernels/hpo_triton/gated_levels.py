@@ -114,7 +114,7 @@ def _by_kind(kind, values):
 
 @triton.jit
 def _aggregate(segments, segment, channel, exists, AGGREGATE: tl.constexpr):
-    """Of each segment, and its size."""
+    """The aggregate of each segment, and its size."""
     at = segments + segment * FIELDS
     size = tl.maximum(tl.load(at + VALID, mask=exists, other=0), 1).to(tl.float64)
     sum = tl.load(at + FIXED + channel, mask=exists, other=0).to(tl.float64) / FIXED_POINT
@@ -126,7 +126,8 @@ def _aggregate(segments, segment, channel, exists, AGGREGATE: tl.constexpr):
 
 @triton.jit
 def gate_leaves(
-    tables, gated_levels, steps, block, leaves, lows, highs, slopes, SHAPE: tl.constexpr, DEPTH: tl.constexpr,
+    tables, gated_levels, slope_differences, block, leaves, lows, highs, slopes,
+    SHAPE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The gated levels of a block of leaves. ``lows``, ``highs`` and ``slopes``: by level, the bounds by kind."""
     leaf = block * GATED + tl.arange(0, GATED).to(tl.int64)[:, None]
@@ -159,14 +160,14 @@ def gate_leaves(
         )
         z += gated.value
         side |= gated.side
-        step = gated.slope - finer_slope  # at the finest level the token subtracts its own slope
+        difference = gated.slope - finer_slope  # at the finest level the token subtracts its own slope
         finer_slope = gated.slope
         if SHAPE.routings[k] == SELF:
-            own += step.to(tl.float32)
+            own += difference.to(tl.float32)
         if k == 0:
             tl.store(at + SLOPE * KINDS, gated.slope.to(tl.float32), mask=exists)
-        if steps is not None:
-            tl.store(steps + (leaf * DEPTH + k) * KINDS + kind, step, mask=exists)
+        if slope_differences is not None:
+            tl.store(slope_differences + (leaf * DEPTH + k) * KINDS + kind, difference, mask=exists)
     falls = channel == 1  # below in the falling channel is above in the log-ratio
     side = tl.where(falls, side // 2 + side % 2 * 2, side)
     value = tl.where(falls, -z, z).to(tl.float32)
@@ -192,7 +193,7 @@ def gate_leaves(
 def add_children(
     tables, block, leaves, LEVEL: tl.constexpr, AGGREGATE: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """To the segments of a balanced level a block of finer ones, of the given AGGREGATE, that have tokens. A segment's
+    """Adds a block of finer segments with tokens, of the given AGGREGATE, to those of a balanced level. A segment's
     number is that of its first leaf, which has its parent; this exists, whatever the ancestors are."""
     segment = block * GATED + tl.arange(0, GATED).to(tl.int64)
     exists = segment < leaves

@@ -228,7 +228,7 @@ def policy_loss(
 
 
 def influential(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> tuple[PolicyLossInputs, PolicyLossSpec]:
-    """Without the choices that have no influence, so that they are no part of the specialisation."""
+    """Inputs and spec without the choices that have no influence, so that they are no part of the specialisation."""
     if spec.token is not TokenGate.CLIP:
         inputs = inputs._replace(low=None, high=None)
         spec = spec._replace(token_low=NO_LOW, token_high=NO_HIGH, token_log_low=NO_LOG_LOW, token_log_high=NO_HIGH)

@@ -43,7 +43,7 @@ def _flow(value, slope, inside):
     return tl.sum(value * (slope - inside).to(tl.float64), axis=1, keep_dims=True)
 
 
-# Of itself the assembler keeps a log mean exp within 128 registers, and spills for it on sm_120.
+# Left alone, the assembler keeps a log mean exp within 128 registers, and spills for it on sm_120.
 UNBOUND_REGISTERS = 168
 
 
@@ -79,7 +79,7 @@ def _sweep_leaves(
     segments,
     state,
     gated_levels,
-    steps,
+    slope_differences,
     flows,  # [slots, DEPTH, 2] float64, by channel; written here
     seen,  # [S] uint8, 0: becomes 1 for rows with a valid token
     sums,  # [programs, COLUMNS] float64
@@ -149,9 +149,9 @@ def _sweep_leaves(
                     segment = segment_of(ancestors, k, leaf, leaves, held)
                     for channel in tl.static_range(CHANNELS):
                         if k > 0 or SHAPE.drop:
-                            step = steps + (leaf * DEPTH + k) * KINDS + 2 * channel
-                            flow = tl.load(step, mask=held, other=0.0) * of_positive
-                            flow += tl.load(step + 1, mask=held, other=0.0) * of_negative
+                            at = slope_differences + (leaf * DEPTH + k) * KINDS + 2 * channel
+                            flow = tl.load(at, mask=held, other=0.0) * of_positive
+                            flow += tl.load(at + 1, mask=held, other=0.0) * of_negative
                         elif channel == 0:
                             flow = _flow(value, gated.slope, gated.rising_inside)
                         else:
@@ -182,7 +182,9 @@ def policy_loss(
     tokens, rows, device = inputs.logp.numel(), inputs.weights.numel(), inputs.logp.device
     seen = torch.empty(rows, dtype=torch.uint8, device=device)
     shape, reading, pre = shape_of(spec, grad is not None), reading_of(inputs, spec), pre_of(spec)
-    leaves, gated_levels, steps = prepare_leaves(inputs, spec, shape, reading, pre, grad, token_loss, seen, exchange)
+    leaves, gated_levels, slope_differences = prepare_leaves(
+        inputs, spec, shape, reading, pre, grad, token_loss, seen, exchange
+    )
     (depth, count, _), slots = leaves.segments.shape, leaves.owner.numel()
     flows = torch.empty((slots, depth, 2), dtype=torch.float64, device=device) if shape.carries else None
     # Sums of floats have an order to keep: where some flow, a token's place in a slot is its place in the leaf.
@@ -193,10 +195,10 @@ def policy_loss(
     launch(
         _sweep_leaves, programs, *up_to(inputs, "high"), inputs.target, inputs.penalty_mask, inputs.kl_weight,
         inputs.correction_first, inputs.correction_second, rule_bounds_of(spec.correction), pre,
-        numbers_of(spec.term), *leaves, gated_levels, steps, flows, seen, sums, grad, token_loss, tokens, rows, count,
-        slots // SLOTS.value, *spec.token_log_low, *spec.token_log_high, bits(spec.low_driven), bits(spec.high_driven),
-        spec.kl_beta, READING=reading._replace(aligned=reading.aligned and align > 1), SHAPE=shape, DEPTH=depth,
-        ALIGN=align, **bound,
+        numbers_of(spec.term), *leaves, gated_levels, slope_differences, flows, seen, sums, grad, token_loss, tokens,
+        rows, count, slots // SLOTS.value, *spec.token_log_low, *spec.token_log_high, bits(spec.low_driven),
+        bits(spec.high_driven), spec.kl_beta, READING=reading._replace(aligned=reading.aligned and align > 1),
+        SHAPE=shape, DEPTH=depth, ALIGN=align, **bound,
     )  # fmt: skip
     if flows is None:
         finalise(sums, seen, loss, metrics, rows)

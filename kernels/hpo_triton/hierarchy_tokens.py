@@ -42,7 +42,7 @@ def _of_levels(gated_levels, leaf, held, negative, FIELD: tl.constexpr, CHANNEL:
 
 @triton.jit
 def token_bound(given, loaded, of_positive, of_negative, driven, t):
-    """In log space, and rounded once, as the bounds of all tokens are. ``given``: the tensor, or None."""
+    """A token's bound in log space, rounded once, as the bounds of all tokens are. ``given``: the tensor, or None."""
     value = tl.where(t.negative, of_negative, of_positive)
     if given is not None:
         own = t.valid & (((driven >> t.negative.to(tl.int64)) & 1) == 1)
@@ -134,7 +134,7 @@ def gated_term(t, gated, token_weight, numbers, SHAPE: tl.constexpr):
 
 @triton.jit
 def gated_derivative(t, gated, policy, pre, SHAPE: tl.constexpr):
-    """Of the policy term in the log-probability, past the token's own gate."""
+    """The derivative of the policy term in the log-probability, past the token's own gate."""
     derivative = policy.value
     if SHAPE.known:
         derivative = gated.own

@@ -198,7 +198,7 @@ def find_leaves(tables, block, leaves, tokens, ALIGN: tl.constexpr):
 
 
 def copy_leaves(inputs: PolicyLossInputs, depth: int) -> Leaves:
-    """Without what CHECK, REPAIR and SUM find; segments and state are 0."""
+    """Leaves before CHECK, REPAIR and SUM have found anything; segments and state are 0."""
     tokens, leaves, device = inputs.logp.numel(), inputs.leaves, inputs.logp.device
     begin, end, row = torch.empty((3, leaves), dtype=torch.int64, device=device)
     slots = triton.cdiv(number_of_slots(leaves, tokens), SLOTS.value) * SLOTS.value

@@ -103,7 +103,7 @@ def _exp_of(exponent, delta):
 
 @triton.jit
 def _log1p(x):
-    """For x >= 0."""
+    """log(1 + x) of an x >= 0."""
     u = 1.0 + x
     return log(u) + (x - (u - 1.0)) / u  # the second term restores the digits that 1 + x rounds off
 
@@ -278,7 +278,8 @@ class Gradient(NamedTuple):
 
 @triton.jit
 def gradient_of(exponent, top, others, distance, logit, a, b):
-    """With p = e^(delta / temperature) / (1 + s) and the mean distance R, log p + H is delta / temperature + R."""
+    """The gradient of logits. For p = e^(delta / temperature) / (1 + s) and the mean distance R, log p + H is
+    delta / temperature + R."""
     others = others.to(tl.float64)
     distance = distance.to(tl.float64)
     p = 1.0 / (1.0 + others)

@@ -123,8 +123,8 @@ def _differentiate_loss(
         token_weight, low, high, target=target, penalty_mask=penalty_mask, kl_weight=kl_weight,
     )  # fmt: skip
     for at in range(tl.program_id(0).to(tl.int64), tokens, tl.num_programs(0).to(tl.int64)):
-        # Of each row by itself: else the compiler finds the columns of the last step ahead of all rows, and holds them
-        # in 64 registers.
+        # The length is made for each row: else the compiler finds the columns of the last step ahead of all rows, and
+        # holds them in 64 registers.
         length = tl.where(at < 0, 0, columns)
         id = tl.load(targets + at)
         exponent = exponent_of(temperatures, temperature, at)
@@ -165,7 +165,7 @@ def _differentiate_loss(
 def loss_from_logits(
     rows: LogitRows, inputs: PolicyLossInputs, spec: PolicyLossSpec, into: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """As Native.loss_from_logits."""
+    """What Native.loss_from_logits does."""
     logits, layout = rows.at_two_strides()
     strides = rows.strides_of(into, logits, layout)
     programs = _programs(logits, rows.targets.numel())
@@ -191,8 +191,8 @@ def loss_from_logits(
 
 
 def _programs(logits: torch.Tensor, rows: int) -> int:
-    """As many rows as may be read at once, so that the cache keeps them for the gradient; 0: so few that the device is
-    not full, and one launch for each direction is the quicker way, on an H200 up to three times."""
+    """The number of rows that may be read at once, so that the cache keeps them for the gradient; 0: so few that the
+    device is not full, and one launch for each direction is the quicker way, on an H200 up to three times."""
     processors, cache = processors_and_cache(logits.device)
     # A row is in the cache for half of its time on average, and the cache also holds what is written: a quarter is left
     # to that.

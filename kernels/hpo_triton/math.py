@@ -53,7 +53,7 @@ def exp(x):
 
 @triton.jit
 def log_parts(x):
-    """Of a normal x > 0 = mantissa 2^exponent the mantissa, between sqrt(1/2) and sqrt(2), and the exponent."""
+    """The mantissa, between sqrt(1/2) and sqrt(2), and the exponent of a normal x > 0 = mantissa 2^exponent."""
     bits = x.to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x007FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)  # in [1, 2)
     large = mantissa > 1.41421356

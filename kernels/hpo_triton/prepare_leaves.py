@@ -127,7 +127,7 @@ def _prepare_leaves(
     state,
     coefficients,  # [slots, 2] float64, by the sign of the advantage, where the gradient is known
     gated_levels,  # [P, GATED_FIELDS, KINDS] float32, or None
-    steps,  # [P, DEPTH, KINDS] float64, or None: the slope of a level less that of the finer one
+    slope_differences,  # [P, DEPTH, KINDS] float64, or None: the slope of a level less that of the finer one
     grad,  # set to 0, as are the next two: tokens outside of all leaves keep that
     token_loss,
     seen,
@@ -188,7 +188,7 @@ def _prepare_leaves(
             if STEP > FIRST:
                 wait_for_programs(state + STEP, programs)
             for block in range(program, tl.cdiv(leaves, GATED), programs):
-                gate_leaves(tables, gated_levels, steps, block, leaves, lows, highs, slopes, SHAPE, DEPTH)
+                gate_leaves(tables, gated_levels, slope_differences, block, leaves, lows, highs, slopes, SHAPE, DEPTH)
         elif SHAPE.known:
             if STEP == COEFFICIENTS:
                 if STEP > FIRST:
@@ -209,7 +209,7 @@ def _prepare_leaves(
 class Prepared(NamedTuple):
     leaves: Leaves
     gated_levels: torch.Tensor | None  # None without levels
-    steps: torch.Tensor | None  # where aggregates carry gradient
+    slope_differences: torch.Tensor | None  # where aggregates carry gradient
 
 
 def prepare_leaves(
@@ -225,11 +225,11 @@ def prepare_leaves(
 ) -> Prepared:
     leaves = copy_leaves(inputs, len(spec.levels))
     (depth, count, _), slots, device = leaves.segments.shape, leaves.owner.numel(), inputs.logp.device
-    gated_levels = steps = None
+    gated_levels = slope_differences = None
     if depth > 0:
         gated_levels = torch.empty((count, GATED_FIELDS.value, KINDS.value), dtype=torch.float32, device=device)
     if depth > 0 and shape.carries:
-        steps = torch.empty((count, depth, KINDS.value), dtype=torch.float64, device=device)
+        slope_differences = torch.empty((count, depth, KINDS.value), dtype=torch.float64, device=device)
     spare = [LevelSpec(Unit.TRAJECTORY, LevelKind.IDENTITY)] * (MOST_LEVELS - depth)
     numbers = [number for level in (*spec.levels, *spare) for number in (*level.low, *level.high, level.slope)]
 
@@ -257,8 +257,8 @@ def prepare_leaves(
     for stage in stages:
         launch_steps(
             _prepare_leaves, stage, registers, *up_to(inputs, "ref_logp"), *tensors, rule_bounds, inputs.leaf_begin,
-            inputs.leaf_end, inputs.leaf_row, *leaves, coefficients, gated_levels, steps, grad, token_loss, seen, pre,
-            inputs.logp.numel(), inputs.weights.numel(), count, slots, *numbers, READING=reading,
+            inputs.leaf_end, inputs.leaf_row, *leaves, coefficients, gated_levels, slope_differences, grad, token_loss,
+            seen, pre, inputs.logp.numel(), inputs.weights.numel(), count, slots, *numbers, READING=reading,
             SHAPE=of_levels(shape), DEPTH=depth, ALIGN=align,
         )  # fmt: skip
         if exchange is not None and SUM.value in stage:
@@ -267,4 +267,4 @@ def prepare_leaves(
                 exchange.largest(leaves.fields(EXPONENT, 2))
         if exchange is not None and COEFFICIENTS.value in stage and shape.known:
             exchange.aggregate_grad(leaves.fields(FLOW, 2))
-    return Prepared(leaves, gated_levels, steps)
+    return Prepared(leaves, gated_levels, slope_differences)

@@ -114,7 +114,7 @@ def _places(cu_seqlens, row, rows, tokens, token):
 
 @triton.jit
 def _last_row(cu_seqlens, rows, tokens, keys, BY_SLOT: tl.constexpr, WIDTH: tl.constexpr):
-    """For each of a few keys ``[K]`` the last row that begins at or before it, 0 if there is none.
+    """The last row that begins at or before each of a few keys ``[K]``, 0 if there is none.
 
     A row begins at its offset or, BY_SLOT, at its first slot. WIDTH rows are probed together, so a million rows
     cost two or three dependent reads where a binary search has twenty.

@@ -113,7 +113,7 @@ def with_penalty(t, kl_weight, loss_t, derivative, kl_beta, KL: tl.constexpr, KL
 
 
 class Counts(NamedTuple):
-    """Of one program, by lane ``[LANES]``. Counts are int32: half as wide as double and as exact, as no lane meets 2^31
+    """Counts of one program, by lane ``[LANES]``, as int32: half as wide as double and as exact, as no lane meets 2^31
     tokens."""
 
     valid: tl.tensor
@@ -130,7 +130,7 @@ class Counts(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of one program, float64 by lane ``[LANES]``."""
+    """Sums of one program, float64 by lane ``[LANES]``."""
 
     loss: tl.tensor
     penalty: tl.tensor

@@ -82,7 +82,7 @@ class Deviation(NamedTuple):
 
 @triton.jit
 def _deviation_of(x, ratio):
-    """Of the ratio e^x from 1, and its sign, that of x."""
+    """The deviation of the ratio e^x from 1, and its sign, that of x."""
     sign = tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
     return Deviation(sign * (tl.minimum(ratio, 1.0 + DEVIATION_SATURATION) - 1.0), sign)
 
@@ -101,7 +101,7 @@ def entering(x, negative, pre):
 
 @triton.jit
 def through_pre(flow, x, negative, pre):
-    """From the gradient of what is aggregated to that of the token's log-ratio."""
+    """The gradient of the token's log-ratio from that of what is aggregated."""
     value = flow
     if pre is not None:
         if len(pre.bounds) == 0:

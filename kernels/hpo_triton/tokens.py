@@ -112,7 +112,7 @@ def load_constants(inputs, logp, token, tokens, whole, READING: tl.constexpr):
 
 @triton.jit
 def advantage_of(inputs, loaded, row, exists, READING: tl.constexpr):
-    """Of each token, loaded or its row's, read where that ``exists``."""
+    """The advantage of each token, loaded or its row's, read where that ``exists``."""
     if READING.advantage_per_token:
         advantage = loaded.advantage
     else:

@@ -44,7 +44,7 @@ enum class Statistic : int32_t { log_ratio = 0, k2 = 1, k3 = 2, probability = 3,
 enum class Reduction : int32_t { mean = 0, sum = 1, min = 2, max = 3 };
 enum class Action : int32_t { mask = 0, band = 1, clamp = 2 };
 
-// From the statistic of two log-probabilities to a factor.
+// How the statistic of two log-probabilities becomes a factor.
 struct CorrectionRule {
   Statistic statistic;
   Action action;
@@ -59,7 +59,7 @@ struct RowFactor {
   bool unmasked;     // each token with a statistic passes the rule of tokens, which is a mask
 };
 
-// By the statistic of the tokens of a row.
+// A correction of rows, by the statistic of their tokens.
 struct RowCorrection {
   CorrectionRule rule;
   Reduction reduction;
@@ -173,8 +173,8 @@ struct Hierarchy {
 };
 
 // A factor on tokens from u = logp - old_logp of PolicyLossArgs, whose mask, cu_seqlens, advantages and token_weight count too.
-// With PolicyLossArgs::correction from its two log-probabilities; a token whose log-ratios to old_logp and ref_logp are not
-// both numbers is masked then.
+// PolicyLossArgs::correction, where given, has the two log-probabilities; a token whose log-ratios to old_logp and ref_logp are
+// not both numbers is masked then.
 //
 // leaves and their segments are those of a Hierarchy of depth 1, or 0 where the statistic is the token's own.
 struct Correction {
@@ -350,7 +350,7 @@ struct LogprobsBackwardArgs {
   const float* statistics;        // of the whole vocabulary: the first two, and the third for an entropy_gradient
   const float* logp_gradient;     // [rows]; null: 0
   const float* entropy_gradient;  // [rows]; null: 0
-  // Of the type of the logits; rows lie at strides of their own. The logits themselves, at their strides: in place.
+  // The gradient has the type of the logits, and strides of its own. The logits themselves, at their strides: in place.
   void* grad;
   int64_t grad_outer_stride, grad_inner_stride;
 };
@@ -411,8 +411,8 @@ int hpo_scale(void* values, int64_t count, hpo::LogitType type, const float* fac
 int hpo_loss_from_logits(const hpo::LogprobsBackwardArgs* logits, const hpo::PolicyLossArgs* args,
                          const hpo::GateStructure* structure, const hpo::GateNumbers* numbers, const hpo::Hierarchy* hierarchy,
                          int64_t blocks, int64_t context);
-// As many rows as may be read at once, so that the cache of the current device keeps them for the gradient; 0: so few that
-// most of the device would stand idle, and one launch for each direction is the quicker way.
+// The number of rows that may be read at once, so that the cache of the current device keeps them for the gradient; 0: so few
+// that most of the device would stand idle, and one launch for each direction is the quicker way.
 int64_t hpo_loss_from_logits_blocks(const hpo::LogprobsArgs* logits);
 const char* hpo_error(int status);
 // "AVX-512", "sm_80 sm_90 ...", "emulated": what runs; null where nothing can, hpo_error(hpo_unusable) then says why.

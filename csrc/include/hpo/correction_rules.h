@@ -48,7 +48,7 @@ HPO_INLINE F signed_binary_kl(F first, F second, F u, const RatioOf& ratio_of) {
   return d > zero ? kl : (d < zero ? -kl : zero);
 }
 
-// Of one token; NaN where it has none. What saturates is the log-ratio. ratio_of(u): e^u of |u| <= 87.
+// The statistic of one token; NaN where it has none. What saturates is the log-ratio. ratio_of(u): e^u of |u| <= 87.
 template <class F, class RatioOf>
 HPO_INLINE F statistic_of(Statistic statistic, F first, F second, const RatioOf& ratio_of) {
   const F u = clamp(first - second, all<F>(-kSaturation), all<F>(kSaturation));
@@ -87,7 +87,7 @@ struct RuleNumbers {
     for (int sign = 0; sign < 2; ++sign) low[sign] = float(rule.low[sign]), high[sign] = float(rule.high[sign]);
   }
 
-  // Of a token by its own statistic, NaN where it has none; ratio_of as in statistic_of.
+  // The factor of a token by its own statistic, NaN where it has none; ratio_of as in statistic_of.
   template <class F, class RatioOf>
   HPO_INLINE F factor(typename Number<F>::Int negative, F first, F second, const RatioOf& ratio_of) const {
     const F v = statistic_of(statistic, first, second, ratio_of);

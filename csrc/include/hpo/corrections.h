@@ -8,7 +8,7 @@ namespace hpo {
 // A K3 may be e^20, of which sums in fixed point (see to_fixed) would hold few: whole multiples of this are counted apart.
 constexpr float kCoarse = 2048.0f;
 
-// Of the valid tokens of a leaf or a segment, in any order: sums are integers.
+// What a leaf or a segment adds up of its valid tokens, in any order: sums are integers.
 struct Reduced {
   int64_t valid = 0, fixed = 0, coarse = 0;
   float smallest = INFINITY, largest = -INFINITY;

@@ -173,7 +173,7 @@ struct ShortSum {
   HPO_INLINE int64_t total() const { return int64_t(high) * 65536 + low; }
 };
 
-// Likewise of numbers that are larger.
+// The same sum of larger numbers, in 64 bits.
 struct LongSum {
   int64_t sum;
 
@@ -182,17 +182,5 @@ struct LongSum {
 };
 
 HPO_INLINE double from_fixed(int64_t sum) { return double(sum) / kFixedPoint; }
-
-// Offsets are data: whatever they say, a row is a range inside [0, tokens], in order.
-struct Range {
-  int64_t begin, end;
-  bool bad;
-};
-
-HPO_INLINE Range row_range(const int64_t* cu_seqlens, int64_t row, int64_t tokens) {
-  const int64_t begin = cu_seqlens[row], end = cu_seqlens[row + 1];
-  const bool bad = begin < 0 || end < begin || end > tokens;
-  return {bad ? 0 : begin, bad ? 0 : end, bad};
-}
 
 }  // namespace hpo

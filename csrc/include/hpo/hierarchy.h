@@ -2,6 +2,7 @@
 // definition they follow is hpo_core/reference/gates.py.
 #pragma once
 #include "gates.h"
+#include "rows.h"
 
 namespace hpo {
 

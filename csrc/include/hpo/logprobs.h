@@ -153,7 +153,7 @@ struct RowUpstream {
         others(args.statistics[args.given.rows + row]),
         distance(args.entropy_gradient ? args.statistics[2 * args.given.rows + row] : 0.0f) {}
 
-  // Of a row whose result is at hand, from the gradient of its log-probability alone.
+  // Upstream of a row whose result is at hand, from the gradient of its log-probability alone.
   HPO_INLINE RowUpstream(const RowResult& result, float logp)
       : logp(logp), entropy(0.0f), top(result.top), others(result.others), distance(0.0f) {}
 

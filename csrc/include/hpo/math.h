@@ -118,7 +118,7 @@ HPO_INLINE F exp_of_number(F x) {
   return exp_by(x, [](F value, typename Number<F>::Int bits) { return Number<F>::scaled(value, bits); });
 }
 
-// Of a normal x > 0: x = mantissa 2^exponent, the mantissa between sqrt(1/2) and sqrt(2).
+// The parts of a normal x > 0: x = mantissa 2^exponent, the mantissa between sqrt(1/2) and sqrt(2).
 template <class F>
 struct LogParts {
   F mantissa, exponent;

@@ -30,7 +30,7 @@ HPO_INLINE bool pre_gates(const TokenTerm& term, Head head) {
 // Sums of deviations have the range of sums of log-ratios, see to_fixed; this leaves room for 2^20 tokens.
 constexpr float kDeviationSaturation = 2048.0f;
 
-// Of the ratio e^x from 1, and its sign, that of x.
+// The deviation of the ratio e^x from 1, and its sign, that of x.
 template <class F>
 struct Deviation {
   F size, sign;

@@ -74,7 +74,7 @@ PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_arguments", "gate_inputs", "imports"),
     *("level_metrics", "losses", "loss_errors", "single_call", "transforms", "compiled"),
     *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", *TESTING, "without_native"),
-    *("backends", "wrong_arguments"),
+    *("backends", "wrong_arguments", "error_messages"),
 )
 TRL = ("trl", "trl_arguments", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ranks")
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")

@@ -3,15 +3,12 @@
 The walk runs in a process of its own, so that a crash is a result like any other.
 """
 
-import functools
 import inspect
 import json
-import math
 import os
 import re
 import subprocess
 import sys
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,11 +21,9 @@ from torch._subclasses import FakeTensor
 from valid_calls import Call, calls, public_functions, takes_tensors, tensors_of
 
 import hpo_core as hpo
-from hpo_core import gates
 from hpo_core.advantages import Term
 from hpo_core.batch import PackedBatch
 from hpo_core.entropy import PivotState, WindowState
-from hpo_core.integrations.turns import Step, steps_of_turns, turns
 
 Place = tuple[Any, ...]  # the path of a tensor: an argument, and the keys and indices inside it
 Made = tuple[Any, Any]  # a wrong argument, and the right one with the same meaning, or None
@@ -129,216 +124,6 @@ def test_an_argument_that_is_no_number_is_named(call, name):
 
 def test_there_are_many_numbers():
     assert len(list(number_parameters())) > 150
-
-
-def short(message):
-    return message.count("\n") < 3 and len(message) < 500 and " at 0x" not in message
-
-
-def _valid_but(name, **wrong):
-    call = next(call for call in calls() if call.name == name)
-    return call.run(call.arguments | wrong)
-
-
-def _loss(**keywords):
-    return hpo.policy_loss(TOKENS, TOKENS, ROWS, BATCH, **keywords)
-
-
-IDENTITY, BATCH = gates.Identity(), hpo.PackedBatch.from_lengths([3, 2])
-TOKENS, ROWS = torch.zeros(5), torch.ones(2)
-HUGE = 10**400  # beyond all floats
-LEVELS = _loss(gate=gates.gspo(), report=("levels",)).levels
-CALLED = {
-    "gate": (gates.gspo, {}),
-    "kl": (hpo.kl.k3, {"ref_logp": TOKENS}),
-    "window": (hpo.entropy.ares, {"entropy": TOKENS}),
-}
-ERRORS = [
-    *(
-        (lambda name=name, made=made, rest=rest: _loss(**{name: made}, **rest), f"{name}: .*; call it: {made.__name__}")
-        for name, (made, rest) in CALLED.items()
-    ),
-    (lambda: gates.tis(gate=gates.gspo), r"gate: expected a RatioGate, got the function gspo; call it: gspo\(\)"),
-    (lambda: _loss(gate="gspo"), r"gate: expected a RatioGate such as gates.dapo\(\), got 'gspo'"),
-    (lambda: _loss(gate=torch.zeros(99)), r"gate: expected a RatioGate .*, got a tensor \[99\] of float32"),
-    (lambda: hpo.hierarchical_policy_loss(TOKENS, None, ROWS, BATCH, advantage="grpo"), "advantage: .*, got 'grpo'"),
-    (lambda: hpo.entropy.forking_tokens("20%"), "share: expected a number.*, got '20%'; write 0.2"),
-    (lambda: hpo.entropy.ares(4, "0,95"), "quantile: expected a number.*, got '0,95'; write 0.95"),
-    (lambda: hpo.entropy.forking_tokens(20), r"share: expected a fraction in \[0, 1\], got 20"),
-    (lambda: _loss(backend=["cpu"]), r"backend: expected one of reference, .*, got \['cpu'\]; pass one name"),
-    (lambda: hpo.advantages.grpo(ROWS, None, backend=["cpu"]), r"backend: .*, got \['cpu'\]; pass one name"),
-    (lambda: hpo.kl.k3(0.1, gradient=["value"]), r"gradient: expected one of value, .*, got \['value'\]"),
-    (lambda: hpo.entropy.ares().fit(TOKENS.long(), BATCH), r"entropy: expected .*, got int64; are these ids of"),
-    (
-        lambda: hpo.entropy.siren(TOKENS, BATCH, TOKENS == 0, ROWS[0].to("meta")),
-        r"anchor: expected device cpu \(that of the batch\), got meta; use anchor\.to\('cpu'\)",
-    ),
-    (lambda: _loss().metrics + 1, r"unsupported operand type\(s\) for \+: 'Metrics' and 'int'"),
-    (lambda: LEVELS + 1, r"unsupported operand type\(s\) for \+: 'LevelMetrics' and 'int'"),
-    (lambda: LEVELS.all_reduce("x"), "group: expected a torch.distributed.ProcessGroup"),
-    (lambda: hpo.entropy.two_knot(ROWS, low=0.1), r"low: expected a pair \(knot, gain\), got 0\.1"),
-    (lambda: hpo.entropy.d3s_schedule("0.2", (4, "0.1"), (8, "0.5")), "progress: expected a number, got '0.2'"),
-    (lambda: hpo.entropy.d3s_schedule(0.2, 4, 8), r"first: expected a pair \(responses, share\), got 4"),
-    (lambda: hpo.advantages.GroupHistory.start("3"), "prompts: expected an integer, got '3'"),
-    (lambda: hpo.advantages.GroupHistory.start(-3), "prompts: expected a count >= 0, got -3"),
-    (lambda: hpo.entropy.AresPenalty.start(2.5), r"buckets: expected an integer, got 2\.5"),
-    (
-        lambda: BATCH.select(ROWS.numpy()),
-        "rows: expected a tensor or a sequence of integers, .*; convert it with torch.as",
-    ),
-    (lambda: _loss(weights=hpo.aggregation.token_mean), r"weights: .*; call it: token_mean\(batch\)$"),
-    (lambda: _loss(weights=ROWS.mean), r"weights: expected a tensor \[S\] \(one per row\), got the function mean$"),
-    (lambda: _loss(weights="mean"), r"weights: expected a tensor \[S\] .*; the functions of hpo_core\.aggreg"),
-    (lambda: _loss(kl=hpo.kl.k3, ref_logp=TOKENS), r"kl: expected a penalty .*; call it: k3\(beta\)$"),
-    (lambda: hpo.kl.k3(-0.1), "beta: expected a number >= 0 that is finite in float32, got -0.1"),
-    (
-        lambda: hpo.hierarchical_policy_loss(TOKENS, None, ROWS, BATCH, advantage=ROWS),
-        "advantage: .*; policy_loss takes",
-    ),
-    (lambda: hpo.advantages.grpo(ROWS[None], None), r"rewards: expected shape \[U\] .*; use rewards\.flatten\(\) if"),
-    (lambda: hpo.aggregation.token_mean(TOKENS[None] == 0), r"batch: .*; PackedBatch\.from_padded\(mask\) is one"),
-    (lambda: hpo.aggregation.token_mean(next(BATCH.micro_batches(9))), r"batch: .*MicroBatch'>; pass its \.batch"),
-    (lambda: hpo.token_logprobs(TOKENS[:, None], TOKENS.long(), BATCH), "temperature: .* a batch; pass batch="),
-    (lambda: hpo.token_logprobs(TOKENS[:, None], TOKENS.long(), TOKENS == 0), "temperature: .* a batch; pass batch="),
-    (lambda: _loss().metrics["clip_fraction"], r"metrics: no slot named 'clip_fraction'; compute\(\) has means; the"),
-    (lambda: _loss(weights=types.SimpleNamespace(logits=ROWS)), r"weights: expected a tensor .*; pass its \.logits"),
-    (lambda: _loss(weights=torch.nn.Linear(1, 1)), r"weights: expected a tensor .*Linear'>; pass its \.weight"),
-    (lambda: BATCH.replace(group_ids=["a", "b"]), r"group_ids: .*'list'>; convert it with hpo_core\.segments\.ids_of"),
-    (
-        lambda: hpo.policy_loss(TOKENS, None, ROWS, next(BATCH.micro_batches(9))),
-        r"batch: expected a PackedBatch or a mask .*MicroBatch'>; pass its \.batch",
-    ),
-    (lambda: _loss(token_mask=TOKENS.long()), r"token_mask: expected dtype bool, got int64; use token_mask\.bool\(\)"),
-    (lambda: _loss(token_weight=TOKENS > 0), r"token_weight: .*, got bool; use token_weight\.float\(\)"),
-    (
-        lambda: hpo.token_logprobs(TOKENS.long(), torch.zeros(5, 7)),
-        "logits: expected dtype float32 .*, got int64; are logits and targets exchanged",
-    ),
-    (lambda: gates.compose(gates.gspo(), gates.tis()), r"corrections: .*; pass those of another gate as \*gate\.corr"),
-    *(
-        (
-            lambda call=call: call(eps_low=0.8, eps_high=1.2),
-            "eps_low, eps_high: .*, which look like ratios; pass 0.2 and",
-        )
-        for call in (
-            functools.partial(hpo.entropy.hapo, TOKENS, BATCH),
-            functools.partial(hpo.entropy.erc, TOKENS, TOKENS, BATCH),
-            functools.partial(gates.fipo_weight, TOKENS, TOKENS, ROWS, BATCH),
-        )
-    ),
-    (lambda: hpo.advantages.grpo(ROWS, None, eps_mode=["add"]), r"eps_mode: expected one of add, .*, got \['add'\]"),
-    (lambda: next(BATCH.micro_batches(4, ["row"])), r"whole: expected one of trajectory, .*, got \['row'\]"),
-    (lambda: _loss(weights=ROWS.to_sparse()), r"weights: expected a dense tensor, .*; use weights\.to_dense"),
-    (lambda: BATCH.micro_batches("4"), "max_tokens: expected an integer, got '4'"),
-    (lambda: gates.Clip(("a", "b")), r"clip: low: expected numbers, got \('a', 'b'\)"),
-    (lambda: gates.Clip(0.8), r"clip: low: expected a pair \(advantage >= 0, advantage < 0\) of numbers, got 0\.8"),
-    (lambda: gates.Tanh((0.1, 0.2)), r"bound: expected a number, got \(0\.1, 0\.2\); pass one number"),
-    (lambda: gates.Excess((0.1, 0.2)), r"budget: expected a number, got \(0\.1, 0\.2\); pass one number"),
-    (lambda: gates.Rollback((0.1, 0.1), (1, 2)), r"slope: expected a number, got \(1, 2\); pass one number"),
-    (lambda: gates.RatioGate("mine", gates.Tanh(0.2)), r"token: .*; put it on Level\(Tanh\(0\.2\), unit=Unit\.STEP\)$"),
-    (
-        lambda: hpo.aggregation.token_mean(BATCH, selected=hpo.entropy.Selection(TOKENS > 0)),
-        r"selected: .*; its mask is \.as_mask\(\)\.mask",
-    ),
-    (lambda: hpo.entropy.EntropyWindow("mine", "0.8"), r"quantile: expected .* Fraction\('0\.8'\), got '0\.8'"),
-    (lambda: gates.RatioGate("mine", gates.Clip), r"token: expected Identity\(\), Drop\(\), .*, got <class"),
-    (lambda: gates.RatioGate("mine", IDENTITY, [gates.Level(IDENTITY)]), r"levels: .*, got \[Level\(Identity\(\)\)\]"),
-    (lambda: gates.Level(0.2), r"gate: expected Identity\(\), .*, got 0\.2"),
-    (lambda: gates.RatioGate("mine", IDENTITY, advantage_weights=1.0), r"advantage_weights: expected a pair .*, got 1"),
-    (lambda: gates.RatioGate("mine", IDENTITY, head_numbers=0.2), r"head_numbers: expected a pair .*, got 0\.2"),
-    (lambda: hpo.entropy.cover(TOKENS > 0, BATCH, (0, 3)), "window: expected a Window, got <class 'tuple'>"),
-    (lambda: hpo.advantages.a_star(ROWS, None, beta=0), "beta: expected a finite number above 0, got 0"),
-    (lambda: hpo.advantages.a_star(ROWS, None, beta=math.inf), "beta: expected a finite number above 0, got inf"),
-    (lambda: hpo.advantages.iw_opd(TOKENS, TOKENS, BATCH, gamma=math.inf), "gamma: expected a finite number >= 0"),
-    (lambda: hpo.advantages.iw_opd(TOKENS.long(), TOKENS, BATCH), "teacher_logp: expected dtype .*, got int64"),
-    (lambda: hpo.advantages.iw_opd(TOKENS, TOKENS.long(), BATCH), "old_logp: expected dtype .*, got int64"),
-    (lambda: hpo.advantages.asymre(ROWS, None, shift=math.nan), "shift: expected a finite number, got nan"),
-    (lambda: hpo.advantages.iw_opd(TOKENS, TOKENS, BATCH, gamma=-1), "gamma: expected a finite number >= 0, got -1"),
-    (lambda: hpo.advantages.maxrl(ROWS, None, least_mean=-1), "least_mean: expected a finite number >= 0 .*, got -1"),
-    (lambda: hpo.advantages.reinforce_pp(TOKENS, BATCH, gamma=1.5), r"gamma: expected a number in \[0, 1\], got 1\.5"),
-    (
-        lambda: hpo.entropy.ares_penalty(hpo.entropy.AresPenalty.start(2), ROWS, period=0),
-        "period: expected a number of calls >= 1, got 0",
-    ),
-    (lambda: hpo.entropy.epo_phase(1, math.nan), "steps: expected a finite number >= 2, got nan"),
-    (
-        lambda: gates.RatioGate("mine", IDENTITY, split="no"),
-        "split: expected True or False, got 'no'; write it without quotes",
-    ),
-    (
-        lambda: gates.Correction(gates.Action.MASK, strict=1),
-        r"strict: expected True or False, got 1; use bool\(strict\)",
-    ),
-    # Numbers that would be right in these dtypes: codes of a quantised weight would be, too.
-    (
-        lambda: hpo.linear_token_logprobs(torch.zeros(2, 3), torch.ones(4, 3, dtype=torch.int8), torch.zeros(2).long()),
-        "weight: expected dtype .*, got int8; dequantise a quantised weight first",
-    ),
-    (lambda: hpo.entropy.opened(TOKENS, BATCH, 2), r"mask: expected dtype bool, got float32; use mask\.bool\(\)"),
-    (
-        lambda: _valid_but("torch.ops.hpo_core.correction", bounds=[0.0, 1.0]),
-        "bounds: expected low and high of both signs, got 2 numbers",
-    ),
-    (lambda: gates.tis(0), "ratio_cap: expected an absolute ratio > 0 or None, got 0"),
-    (lambda: gates.dapo(eps_high=HUGE), "eps_high: expected a number that a float holds, got one beyond"),
-    (lambda: gates.vespo(k=(1.0, HUGE)), r"k\[1\]: expected a number that a float holds"),
-    (lambda: gates.Clip(high=(HUGE, 1.0)), "clip: high: expected a number that a float holds"),
-    (lambda: hpo.kl.k3(HUGE), "beta: expected a number that a float holds"),
-    (lambda: hpo.aggregation.token_mean(BATCH, total=HUGE), "total: expected a number that a float holds"),
-    (lambda: hpo.token_logprobs(TOKENS[:, None], TOKENS.long(), HUGE), "temperature: expected a number that a float"),
-    (lambda: hpo.advantages.gdpo(ROWS[None], None, [HUGE]), "weights: expected a number that a float holds"),
-    # What is wrong with a part of what is made, behind the arguments it was made of.
-    (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),
-    (lambda: gates.dro(beta=-1), r"dro\(beta=-1\): head_numbers, penalty_coefficient: expected numbers >= 0"),
-    (lambda: gates.icepop(5.0, 0.5), r"ratio_low, ratio_high: expected ratios around 1, .*, got 5\.0, 0\.5"),
-    (lambda: gates.icepop(0.2, 0.28), r"ratio_low, ratio_high: expected ratios around 1, .*, got 0\.2, 0\.28"),
-    (lambda: gates.icepop(1.05, 5.0), r"ratio_low, ratio_high: expected ratios around 1, .*, got 1\.05, 5\.0"),
-    (lambda: gates.mis(ratio_low=-1.0), r"ratio_low: expected an absolute ratio >= 0, got -1\.0"),
-    (lambda: gates.mis(ratio_veto=-1.0), r"ratio_veto: expected an absolute ratio >= 0, got -1\.0"),
-    (lambda: _loss(process_group=1), "process_group: expected a torch.distributed.ProcessGroup"),
-    (lambda: gates.dcpo_clip(0.5), r"dcpo_clip\(ratio_cap=0\.5\): ratio_dual: expected a ratio c > 1"),
-    (lambda: gates.fiberpo(log_budgets=(-1, 1)), r"fiberpo\(log_budgets=\(-1, 1\)\): budgets: expected log-ratios"),
-    (
-        lambda: hpo.advantages.stratified(ROWS, ROWS.long(), ROWS.long(), alpha=math.inf),
-        r"stratified\(alpha=inf\): coefficient: expected a finite number, got inf",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), ERRORS, ids=[message for _, message in ERRORS])
-def test_the_error_names_argument_expectation_value_and_fix(call, message):
-    with pytest.raises((TypeError, ValueError), match=f"^{message}") as caught:
-        call()
-    assert short(str(caught.value))
-
-
-A, B = Step("a"), Step("b", 0.5)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([[A, B]], "steps: expected one list for each of 2 completions, got 1"),
-        ([[A], [A]], r"steps\[0\]: expected 2 steps, got 1; a turn is a run of tokens that no tool wrote"),
-        ([A, B], r"steps\[0\]: expected a list of Step, one for each turn, got Step\("),
-        (["ab", "c"], r"steps\[0\]: expected a list of Step, one for each turn, got 'ab'"),
-        ([[A, ("b", 0.5)], [A]], r"steps\[0\]\[1\]: expected Step\(observation, reward\) .*, got \('b', 0\.5\)"),
-        (
-            [[A, B], [Step(1.5)]],
-            r"steps\[1\]\[0\]: expected Step\(observation, reward\) .*, got Step\(observation=1\.5",
-        ),
-        ([[A, Step("b", "0.5")], [A]], r"steps\[0\]\[1\]: expected Step\(observation, reward\) .*, got Step\("),
-        (None, "steps: expected a list of Step for each completion, got <class 'NoneType'>"),
-    ],
-)
-def test_wrong_steps_of_turns_are_named(given, message):
-    mask = torch.tensor([[True, False, True], [True, True, False]])
-    batch = hpo.PackedBatch.from_padded(mask, steps=turns(mask))
-    with pytest.raises((TypeError, ValueError), match=f"^{message}") as caught:
-        steps_of_turns(batch, given, torch.zeros(2))
-    assert short(str(caught.value))
-    rewards, _ = steps_of_turns(batch, [[A, B], (A,)], torch.tensor([1.0, 0.0]))
-    assert rewards.tolist() == [0.0, 1.5, 0.0]
 
 
 # ------------------------------------------------------------------------------------------------------------ the walk

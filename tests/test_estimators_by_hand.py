@@ -112,6 +112,11 @@ def test_w7_hbpo(backend):
     beyond = t(5000.0, 100, 9000), t(True, True, True), t(8192.0, 512, 8192), t(0, 0, 0)
     inter = A.grpo(t(-4.0, 3.923141, 0), beyond[3], **b)
     close(A.hbpo(*beyond, **b), (inter + t(2.0, 0, 2)).tolist(), 3e-6)
+    # Far below its budget a response has f1(100, 512) in the code, which is less than f2(512).
+    short, least, most = t(100.0, 400), 4 * math.cos(3.1416 * 100 / 8192) - 412 / 4096, 4 * math.cos(0.3927 / 2)
+    inter = A.grpo(t(least, most), beyond[3][:2], **b)
+    expected = (inter + least - most).tolist()
+    close(A.hbpo(short, t(True, True), t(512.0, 512), beyond[3][:2], compat="code", **b), expected, 3e-6)
 
 
 def test_w8_w9_several(backend):

@@ -123,7 +123,7 @@ CASES = {
     "unidoc_rl": lambda g: A.unidoc_rl(
         g.number, g.reward, g.length, g.number, g.tensor(naive.forms(g.units)), g.group, **g.rest
     ),
-    "icpo": lambda g: A.icpo(g.reward, g.group, flags(g, "other"), progress=0.25, threshold=0.4, **g.rest),
+    "icpo": lambda g: A.icpo(g.reward, g.group, flags(g, "other"), progress=0.25, bonus=2.0, threshold=0.4, **g.rest),
     "mc_grpo": lambda g: A.mc_grpo(g.reward, g.group, **g.rest),
     "adora": lambda g: A.adora(g.reward, g.group, g.length, g.flag, **g.rest),
     "real": lambda g: A.real(g.flag, g.group, g.reward, temperature=0.7, **g.rest),

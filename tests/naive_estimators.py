@@ -325,7 +325,7 @@ def forms(u):
 
 def icpo(u):
     right = u.reward > 0.4
-    worth = [r + (0.75 if r > 0.4 and steered else 0.0) for r, steered in zip(u.reward, u.other > 0, strict=True)]
+    worth = [r + (1.5 if r > 0.4 and steered else 0.0) for r, steered in zip(u.reward, u.other > 0, strict=True)]
     return z(np.array(worth), ids(u.group), u.mask & (right | (u.other <= 0)))
 
 

@@ -462,6 +462,12 @@ def test_m2po_mask_by_hand():
     assert square[kept].max() <= square[~kept].min()
 
 
+def test_m2po_mask_leaves_out_a_token_with_which_the_mean_is_the_threshold():
+    logp = torch.tensor([0.5, 0.5])
+    kept = gates.m2po_mask(logp, torch.zeros(2), hpo.PackedBatch.from_lengths([2]), threshold=0.25).token_mask
+    assert kept.tolist() == [True, False]
+
+
 def test_m2po_mask_keeps_the_smallest():
     """AReaL does the same; here no token stays where none is valid, and no masked or unknown one in its place."""
     logp = torch.tensor([0.0, -0.9, 0.7, 0.7, math.nan])

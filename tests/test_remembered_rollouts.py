@@ -62,16 +62,16 @@ def test_de_grpo_over_steps(backend):
     t = functools.partial(torch.tensor, dtype=torch.float32, device=testing.device_of(backend))
     utility, seen = t([0.0, 0.0, 0.0, 0.0]), np.zeros(4)
     for step in range(4):
-        prompts = np.array([0, 0, 0, 1, 1, 3, -1, 1])
-        rewards, scores, values = (draw.normal(size=8).astype(np.float32) * scale for scale in (4, 2, 1))
+        prompts = np.array([0, 0, 0, 1, 1, 3, -1, 1, 1])
+        rewards, scores, values = (draw.normal(size=9).astype(np.float32) * scale for scale in (4, 2, 1))
         rewards[4] = math.nan if step == 1 else rewards[4]
         got, utility = advantages.de_grpo(
             t(rewards), torch.tensor(prompts, device=utility.device), t(scores), t(values), utility, samples=4,
             backend=backend,
         )  # fmt: skip
-        expected = np.zeros(8)
+        expected = np.zeros(9)
         for prompt in (0, 1):
-            own = [i for i in range(8) if prompts[i] == prompt and math.isfinite(rewards[i])]
+            own = [i for i in range(9) if prompts[i] == prompt and math.isfinite(rewards[i])]
             gaps = [[abs(x[i] - x[j]) for i, j in itertools.combinations(own, 2)] for x in (rewards, scores)]
             useful = math.prod(math.exp(np.mean(np.log(np.array(gap, float) + 1e-6))) for gap in gaps)
             seen[prompt] = 0.8 * seen[prompt] + 0.2 * useful

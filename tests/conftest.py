@@ -72,6 +72,7 @@ def pytest_sessionstart():
 
 
 def pytest_terminal_summary(terminalreporter):
+    """pytest builds nothing: a run on libraries that are older than csrc says so."""
     sources = [path for path in ROOT.glob("csrc/**/*") if path.is_file()]
     newest = max(sources, key=lambda path: path.stat().st_mtime, default=None)
     built = [path for path in ROOT.glob("hpo_core/_c*.so") if newest and path.stat().st_mtime < newest.stat().st_mtime]

@@ -16,7 +16,8 @@ def draws_of(numbers: torch.Tensor, seed: int) -> torch.Tensor:
 
 def draws_of_places(tokens: torch.Tensor, seed: int) -> torch.Tensor:
     """A pseudo-random int32 for every place of ``tokens``, no two of which are equal."""
-    # A permutation of 64 bits, as the factor of the square is even. Without it seeds of opposite sign would draw alike.
+    # No two seeds of 64 bits have one key, because the factor of the square is even; without the square, seeds of
+    # opposite sign would draw alike.
     key = seed * (2 * seed * _SPREAD + 1442695040888963407)
     z = torch.arange(tokens.numel(), dtype=torch.int32, device=tokens.device)
     z.mul_(_signed(key // 2**32 * 2 + 1, 32)).bitwise_xor_(_signed(key, 32))

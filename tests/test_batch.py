@@ -423,6 +423,12 @@ def test_errors_name_argument_expectation_value_and_fix(arguments, error, messag
         PackedBatch(**{"cu_seqlens": longs(0, 2), **arguments})
 
 
+def test_offsets_that_descend_give_each_token_a_row_or_none():
+    """Nothing has validated them; a row never has a negative number of tokens."""
+    batch = hpo.PackedBatch(torch.tensor([0, 4, 2, 6, 9]), total_tokens=7, validate=False)
+    assert batch.row_of_token().tolist() == [0, 0, 0, 0, 2, 2, 3]
+
+
 def test_levels_nest():
     rows = [1, 1, 1]
     for ids, message in (

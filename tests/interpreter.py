@@ -280,7 +280,7 @@ def spare_conversions() -> None:
     cast, broadcast, computation_type = semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl
     checked, where = semantic.binary_op_type_checking_impl, semantic.where
     equal = tl.dtype.__eq__
-    computation_types, splats = {}, {}
+    computation_types, splats, common_shapes = {}, {}, {}  # shapes of types are kept: an id stays that of its shape
 
     def cast_others(self, input, dst_ty, fp_downcast_rounding=None):
         kind, wanted = input.type, dst_ty.scalar
@@ -309,7 +309,22 @@ def spare_conversions() -> None:
             return (as_block(self, lhs, right.shape) if right.is_block() else lhs), rhs
         if not right.is_block():
             return lhs, as_block(self, rhs, left.shape)
-        return (lhs, rhs) if left.shape is right.shape else broadcast(self, lhs, rhs)
+        if left.shape is right.shape:
+            return lhs, rhs
+        if len(left.shape) != len(right.shape):
+            return broadcast(self, lhs, rhs)
+        pair = id(left.shape), id(right.shape)
+        if pair not in common_shapes:
+            common_shapes[pair] = tl.block_type(tl.int1, [*np.broadcast_shapes(left.shape, right.shape)]).shape
+        shape = common_shapes[pair]
+        return spread(self, lhs, shape), spread(self, rhs, shape)
+
+    def spread(self, block, shape):
+        kind, handle = block.type, block.handle
+        if kind.shape is shape:
+            return block
+        data = np.broadcast_to(handle.data, shape)
+        return self.tensor(interpreter.TensorHandle(data, kind.scalar), block_of(kind.scalar, shape))
 
     def remembered_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
         key = (a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod)
@@ -335,8 +350,10 @@ def spare_conversions() -> None:
 
     def choose(self, condition, x, y):
         x, y = self.binary_op_type_checking_impl(x, y, True, True)
-        kind, shape = x.type, condition.type.is_block() and condition.type.shape
-        if condition.dtype.name != "int1" or not kind.is_block() or kind.shape is not shape:
+        kind, of_condition = x.type, condition.type
+        if of_condition.is_block() and not kind.is_block():
+            kind = block_of(kind, of_condition.shape)
+        if condition.dtype.name != "int1" or (of_condition.is_block() and kind.shape is not of_condition.shape):
             return where(self, condition, x, y)
         data = np.where(condition.handle.data, x.handle.data, y.handle.data)
         return self.tensor(interpreter.TensorHandle(data, kind.scalar), kind)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 
 from . import aggregation, gates, ops
-from .batch import Hierarchy, LeafTables, PackedBatch, as_batch
+from .batch import Hierarchy, LeafTables, PackedBatch, as_batch, valid_tokens
 from .checks import (
     as_constant,
     check,
@@ -27,7 +27,6 @@ from .entropy import EntropyWindow, Selection, WindowState
 from .entropy.selection import checked_selection, selected_tokens, shaped_advantages
 from .entropy.window import check_scorer, rounded_as
 from .gates import Channel, GateInputs, RatioGate
-from .gates.inputs import valid_tokens
 from .kl import KLPenalty
 from .metrics import Metrics, is_debugging
 from .segment_exchange import SegmentExchange, exchange_of

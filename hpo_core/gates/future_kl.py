@@ -8,9 +8,9 @@ import torch
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch, row_counts, spread_rows
+from ..batch import PackedBatch, row_counts, spread_rows, valid_tokens
 from ..checks import check
-from .inputs import check_policies, of_tokens, per_token, valid_tokens
+from .inputs import check_policies, of_tokens, per_token
 from .ratio_gate import GateInputs, RatioGate
 from .token_level import check_epsilons, ppo_clip, renamed
 

@@ -1,4 +1,4 @@
-"""FIPO: PPO's objective, times how far the policy moved on what follows the token."""
+"""FIPO: PPO's objective of a token, times how far the policy moved on the tokens that follow."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def check_options(function: Callable[..., object], options: Mapping[str, object]
 
 
 class Prepared(NamedTuple):
-    """What kernels take, and what is reported."""
+    """The arguments of kernels, and the requests for reports."""
 
     inputs: PolicyLossInputs
     spec: PolicyLossSpec
@@ -111,7 +111,7 @@ def prepare(
     _score: torch.Tensor | None = None,
     _logp_known: bool = True,
 ) -> Prepared:
-    """Check every argument once and bring it to what kernels take: contiguous, float32, one device. No caller of a
+    """Check every argument once and bring it into the form of kernels: contiguous, float32, one device. No caller of a
     public function passes ``_score``, the window's scores, and ``_logp_known``: else only the shape of logp counts."""
     # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
     logp = examined("logp", logp, "[T]")

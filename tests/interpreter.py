@@ -5,8 +5,9 @@ Most of the interpreter's time goes into what is the same at every call: it repl
 reads the signature of a kernel twice at every launch, and makes shapes, types and their names anew for every tensor.
 Here the language is patched once for each module, signatures are read once, and types of one kind share one shape, as
 do their tensors. The interpreter also checks integers for overflow, which it reports in debug mode only; here it does
-not. Operands of one type, numbers of Python and what is added to addresses skip the search for a common type, and
-conversions to wider types that for their rule; constants are made once.
+not. Operands of one type or of a wider and a narrower one, numbers of Python and what is added to addresses skip the
+search for a common type, and conversions to wider types that for their rule; constants are made once, and arguments are
+read and written where they lie.
 
 In older Tritons it computes ``tl.fma`` with two roundings, where every compiler rounds once, lets NaN win in
 ``tl.minimum`` and ``tl.maximum``, knows no constant of bfloat16, and makes an index of a scalar in a way that NumPy 2.4
@@ -369,9 +370,18 @@ def spare_conversions() -> None:
 
 
 def spare_searches_for_constants() -> None:
-    """Operands of the language are tensors and numbers, in which there is no constant to unwrap."""
-    unwrap, unwrapped = tl.core._unwrap_if_constexpr, {tl.tensor, int, float, bool, str, type(None)}
-    tl.core._unwrap_if_constexpr = lambda value: value if type(value) in unwrapped else unwrap(value)
+    """Of a type that is neither a constant nor a list of some there is nothing to unwrap."""
+    unwrap, may_hold = tl.core._unwrap_if_constexpr, {}
+
+    def unwrap_others(value):
+        kind = type(value)
+        if kind is tl.constexpr:
+            return value.value
+        if kind not in may_hold:
+            may_hold[kind] = issubclass(kind, (list, tuple, tl.tuple, tl.constexpr))
+        return unwrap(value) if may_hold[kind] else value
+
+    tl.core._unwrap_if_constexpr = unwrap_others
 
 
 def leave_arguments_where_they_are() -> None:

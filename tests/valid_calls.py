@@ -198,6 +198,7 @@ def _estimators() -> Iterator[Call]:
         "treepo": {"prefix_ids": prefixes},
         "treepo_segments": {"prefix_ids": prefixes, "lengths": several},
         "rose": {"prefix_ids": prefixes},
+        "treerl": {"prefix_ids": prefixes},
         "rose_length_penalty": {"prefix_ids": prefixes, "segments": several, "starts": several},
         "pass_at_k": {"k": 2},
         "pkpo": {"k": 2},

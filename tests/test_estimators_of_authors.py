@@ -213,6 +213,8 @@ def test_unlikeliness_is_the_authors_and_ties_share_their_ranks(backend):
     close(A.unlikeliness(r, ids, likelihoods, **b), [*found, 0])
     close(A.unlikeliness(r, ids, likelihoods, singleton="raw", **b), [*found, 0.999999])
     tied = A.unlikeliness(r[:5], None, t(-0.2, -0.2, -0.2, math.nan, -math.inf), eps=0.0, penalty=0.75, **b)
+    unscored = A.unlikeliness(t(1.0, 1, 0, math.nan), None, t(-0.2, -0.9, -0.5, -9.0), **b)
+    close(unscored, [*A.unlikeliness(r[:3], None, likelihoods[:3], **b).tolist(), 0])  # it is less likely than nobody
     close(tied, [0.577350, 0.577350, -1.154701, 0, 0])  # both right ones are worth 3 / 4: k is 1 of n = 3
 
 
@@ -245,6 +247,8 @@ def test_tpo_is_the_authors_and_0_at_the_target(backend):
     assert A.tpo(r, None, reached, old, **b).abs().max() < 1e-6
     assert not A.tpo(t(0.5, 0.5, 0.5), None, old, old, **b).any()
     lost = A.tpo(t(1.0, 0, 1, 0), t(0, 0, 0, 1), t(-1.0, -1, math.nan, -1), t(-1.0, -1, -1, -1), **b)
+    close(lost, [math.tanh(1), -math.tanh(1), 0, 0])
+    lost = A.tpo(t(1.0, 0, 1, 0), None, t(-1.0, -1, -1, -1), t(-1.0, -1, math.nan, -math.inf), **b)
     close(lost, [math.tanh(1), -math.tanh(1), 0, 0])
     far = A.tpo(t(1.0, 0), None, t(-9000.0, -100), t(-9000.0, -100), **b)
     assert far.tolist() == [0, 0]  # q and p are 1 of the second response, whatever its reward

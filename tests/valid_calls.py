@@ -266,6 +266,7 @@ def _inputs() -> Iterator[Call]:
     yield _call(gates.archer_bounds, "wide", wide=T["bools"])
     yield _call(gates.dcpo_bounds, "old_logp", old_logp=T["old_logp"])
     yield _call(gates.hapo_bounds, entropy=T["entropy"], batch=batch())
+    yield _call(gates.gepo_old_logp, old_logp=T["old_logp"], batch=batch())
     yield _call(gates.chord_weight, "logp", logp=T["logp"])
     yield _call(gates.icpo_weight, "logp", logp=T["logp"])
     yield _call(gates.ink_grpo_coefficient, step=3)

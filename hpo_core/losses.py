@@ -91,8 +91,8 @@ def policy_loss(
             tokens inside steps, where the gate has steps as a level), where the batch is the whole optimiser step: on
             one rank, and no part of ``batch.micro_batches``.
         rollout_logp: the same shape; log-probabilities as the sampler gave them, for gates with corrections or on the
-            total ratio. Without it the sampler is taken to be the policy of ``old_logp``: no correction of their
-            discrepancy.
+            total ratio. Gates that correct what sampler and ``old_logp`` differ by need it (``gate.needs_rollout``);
+            in a total ratio ``old_logp`` stands for it where it is missing.
         ref_logp, kl: the reference policy and the penalty on it, :mod:`hpo_core.kl`; both or neither.
         entropy: ``[T]`` in nats, for ``window`` and the metrics.
         window, threshold: an EntropyWindow and what its ``fit`` returned: only tokens it selects count in the policy
@@ -113,7 +113,7 @@ def policy_loss(
             kernels take the way of all levels for it, within rounding of the same gradient); ``"corrections"``: what
             each of the gate's corrections saw, :class:`~hpo_core.Metrics` in their order: log-ratios, KL and effective
             sample size of its channel, and ``selected_fraction``, the part of the tokens whose factor is not 0, for one
-            more sweep each; empty where ``rollout_logp`` is missing. Nothing else of the result changes.
+            more sweep each. Nothing else of the result changes.
         process_group: ranks over which levels named by ids span: rows with equal ``trajectory_ids``, ``group_ids`` or
             ``domain_ids``, and steps with equal ``step_ids``, form one segment wherever they lie (a trajectory cut over
             ranks is sequence parallelism).

@@ -136,6 +136,12 @@ def prepare(
             gate.name,
         )
         check(
+            rollout_logp is not None or not gate.needs_rollout,
+            "rollout_logp: the gate {!r} corrects what the sampler and old_logp differ by, and got none; pass the "
+            "sampler's log-probabilities (old_logp, where the sampler is the old policy), or another gate",
+            gate.name,
+        )
+        check(
             not wants_corrections or len(gate.corrections) > 0,
             "report: 'corrections' is for a gate with corrections, got {!r}, which has none; drop it",
             gate.name,

@@ -348,8 +348,8 @@ class RatioGate(Short):
 
     @property
     def needs_rollout(self) -> bool:
-        """Whether the gate does nothing of its own without ``rollout_logp``: it corrects what sampler and trainer
-        differ by."""
+        """Whether the loss refuses to go without ``rollout_logp``: the gate corrects what sampler and trainer differ
+        by."""
         return any(correction.channel is Channel.DISCREPANCY for correction in self.corrections)
 
     @property

@@ -219,6 +219,7 @@ def _estimators() -> Iterator[Call]:
         "vapo": tokens,
         "reinforce_pp": tokens,
         "remax": {**tokens, "greedy_rewards": S["advantages"]},
+        "prime": {**tokens, "rewards": floats(1, 1, 0), "group_ids": integers(0, 0, 1)},
         "rl_zvp": {
             **tokens, "rewards": floats(1, 1, 0), "group_ids": integers(0, 0, 1), "advantages": S["advantages"],
         },

@@ -54,6 +54,7 @@ from .flat import (
 from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified, thor
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .priors import bnpo, ngrpo, v05
+from .process_rewards import prime
 from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k, pkpo, qae, unlikeliness
 from .remembered import (
     BetaTracker,
@@ -140,6 +141,7 @@ __all__ = [
     "pkpo",
     "poise",
     "positive_sample",
+    "prime",
     "qae",
     "rae",
     "real",

@@ -19,7 +19,7 @@ from ..backends import choice, is_reference
 from ..batch import PackedBatch, as_batch
 from ..checks import check, check_precise, check_shape, require_type
 from ..distributed import check_is_step
-from ..specs import INDEX_RULES, OrderRule, Provenance
+from ..specs import INDEX_RULES, OrderRule, Provenance, WindowAggregate
 from .aggregates import BOUNDARIES, INVALID, Window, flat_values
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
@@ -94,8 +94,8 @@ class EntropyWindow(Short):
         batch = as_batch(batch)
         flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
         rows = batch.cu_seqlens if self.first == self.last == 0 else batch.once(PackedBatch.spans)
-        window = (self.first, self.last, BOUNDARIES[self.boundary], INVALID[self.invalid])
-        return ops.window_score(flat, batch.mask, rows, *window, backend)
+        rules = (BOUNDARIES[self.boundary], INVALID[self.invalid], WindowAggregate.MEAN)
+        return ops.window_score(flat, batch.mask, rows, self.first, self.last, *rules, backend)
 
     @examines
     def fit(
@@ -122,7 +122,7 @@ class EntropyWindow(Short):
             return self.fit_score(score, process_group=process_group, backend=backend)
         self._check_is_step(batch, "entropy and batch", "process_group=torch.distributed.group.WORLD")
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
-        found = ops.order_statistic(values, *self.quantile.as_integer_ratio(), self.rule, backend, mask, cu_seqlens)
+        found = ops.order_statistic(values, *self.quantile.as_integer_ratio(), self.rule, mask, cu_seqlens, backend)
         return self._state(*found, values, backend)
 
     @examines
@@ -141,7 +141,7 @@ class EntropyWindow(Short):
             score = score.float().contiguous()
         quantile = self.quantile.as_integer_ratio()
         if process_group is None:
-            return self._state(*ops.order_statistic(score, *quantile, self.rule, backend), score, backend)
+            return self._state(*ops.order_statistic(score, *quantile, self.rule, None, None, backend), score, backend)
         scope = torch.zeros_like(score, dtype=torch.int64)
         threshold, counts = quantiles_over_ranks(score, scope, 1, quantile, self.rule, process_group)
         return self._state(threshold, counts[0], score, backend)
@@ -168,7 +168,7 @@ class EntropyWindow(Short):
         batch = as_batch(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         values, threshold = self._comparable(values, state, backend)
-        return ops.select(values, threshold, self.strict, backend, mask, cu_seqlens).reshape(entropy.shape)
+        return ops.select(values, threshold, self.strict, mask, cu_seqlens, backend).reshape(entropy.shape)
 
     @examines
     def selection(
@@ -220,7 +220,7 @@ class EntropyWindow(Short):
         self._check_is_step(batch, "entropy and batch", over_ranks)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         quantile = (*self.quantile.as_integer_ratio(), self.rule)
-        threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
+        threshold, counts, selected = ops.select_top(values, *quantile, self.strict, mask, cu_seqlens, backend)
         if selected.shape != entropy.shape:  # a view takes two microseconds, 1 % of a call with 10^6 tokens
             selected = selected.reshape(entropy.shape)
         return self._state(threshold, counts, values, backend), selected

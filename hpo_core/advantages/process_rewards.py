@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..batch import PackedBatch, row_counts, spread_rows
+from ..batch import PackedBatch, row_counts, spread_rows, valid_tokens
 from ..checks import check_rows, check_tokens
-from ..gates.inputs import valid_tokens
 from ..segments import scan, statistics
 from ..specs import Provenance
 from .flat import rloo

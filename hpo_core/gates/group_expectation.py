@@ -9,10 +9,9 @@ import torch
 
 from .. import ops
 from ..arguments import examines, parameter_names
-from ..batch import PackedBatch, alone_without, renumber, row_counts, spread_rows, takes_padded
+from ..batch import PackedBatch, alone_without, renumber, row_counts, spread_rows, takes_padded, valid_tokens
 from ..checks import check, check_precise, check_tokens
 from ..specs import GroupStatistics
-from .inputs import valid_tokens
 
 Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
 

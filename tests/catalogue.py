@@ -273,6 +273,22 @@ def judging(name, backends):
 # ------------------------------------------------------------------------------------------------------------ examples
 
 
+@functools.cache
+def drawn_steps(seed, lengths, gaps):
+    """Steps of rows, and the state of the generator behind them, which goes on: draws of one number each take long."""
+    draw = torch.Generator().manual_seed(seed)
+    steps, end = [], 0
+    for length in lengths:
+        begin, end = end, end + length
+        while begin < end:
+            begin += int(torch.randint(0, 2, (), generator=draw)) if gaps else 0
+            size = int(torch.randint(1, 5, (), generator=draw))
+            if begin < end:
+                steps.append((begin, min(begin + size, end)))
+            begin += size
+    return torch.tensor(steps).reshape(-1, 2), draw.get_state()
+
+
 class Example:
     """A ragged batch with every level, rows of several steps, trajectories of several rows, groups and domains; and
     whatever a gate may take. Tests change what they like."""
@@ -284,18 +300,11 @@ class Example:
     ROWS = ("advantages", "weights", "target", "trajectory")
 
     def __init__(self, seed=0, lengths=(5, 0, 9, 1, 7, 12, 3), spread=0.1, masked=True, several=True, gaps=True):
-        draw = torch.Generator().manual_seed(seed)
+        steps, state = drawn_steps(seed, tuple(lengths), gaps)
+        draw = torch.Generator().set_state(state)
         self.lengths = torch.tensor(lengths)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
         tokens, rows = int(offsets[-1]) + 3, len(lengths)
-        steps = []
-        for begin, end in zip(offsets.tolist(), offsets[1:].tolist(), strict=False):
-            while begin < end:
-                begin += int(torch.randint(0, 2, (), generator=draw)) if gaps else 0
-                size = int(torch.randint(1, 5, (), generator=draw))
-                if begin < end:
-                    steps.append((begin, min(begin + size, end)))
-                begin += size
         ids = torch.randint(0, max(1, rows // 2), (rows,), generator=draw) if several else torch.arange(rows)
 
         def uniform(count, low=0.0, high=1.0):
@@ -307,7 +316,7 @@ class Example:
         self.trajectory = ids
         self.mask = uniform(tokens) < (0.8 if masked else 2.0)
         self.batch = hpo.PackedBatch(
-            offsets, self.mask, steps=torch.tensor(steps).reshape(-1, 2), trajectory_ids=ids if several else None,
+            offsets, self.mask, steps=steps.clone(), trajectory_ids=ids if several else None,
             group_ids=ids // 2, domain_ids=ids // 4,
         )  # fmt: skip
         self.old_logp = uniform(tokens, -0.8, -3.8)

@@ -142,7 +142,7 @@ def _disassembled(cubin: Path) -> dict[str, list[str]] | None:
 
 def _is_wide(operation: str, line: str) -> bool:
     """Whether a load or store is of 128 bits; EF: evicted first."""
-    return re.search(rf"{operation}\.E(\.EF)?\.128", line) is not None
+    return f"{operation}.E.128" in line or f"{operation}.E.EF.128" in line
 
 
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);")
@@ -152,7 +152,7 @@ ACCESS = r"^(?:@\S+ )?(?:LD[GS]?|ST[GS]?|ATOM[GS]?|REDG?|SHFL)\b"
 
 
 def _number(code: list[str], pattern: str) -> int:
-    return sum(bool(re.search(pattern, each)) for each in code)
+    return sum(map(bool, map(re.compile(pattern).search, code)))
 
 
 def _counts(lines: list[str]) -> tuple[int, ...]:

@@ -5,8 +5,9 @@ Most of the interpreter's time goes into what is the same at every call: it repl
 reads the signature of a kernel twice at every launch, and makes shapes, types and their names anew for every tensor.
 Here the language is patched once for each module, signatures are read once, and types of one kind share one shape, as
 do their tensors. The interpreter also checks integers for overflow, which it reports in debug mode only; here it does
-not. Operands of one type, numbers of Python and what is added to addresses skip the search for a common type, and
-conversions to wider types that for their rule; constants are made once.
+not. Operands of one type or of a wider and a narrower one, numbers of Python and what is added to addresses skip the
+search for a common type, and conversions to wider types that for their rule; constants are made once, and arguments are
+read and written where they lie.
 
 In older Tritons it computes ``tl.fma`` with two roundings, where every compiler rounds once, lets NaN win in
 ``tl.minimum`` and ``tl.maximum``, knows no constant of bfloat16, and makes an index of a scalar in a way that NumPy 2.4
@@ -51,6 +52,7 @@ def patch_interpreter() -> None:
     share_shapes_of_tensors()
     spare_conversions()
     spare_searches_for_constants()
+    leave_arguments_where_they_are()
     hold_addresses_to_their_alignment()
     hold_numbers_to_64_bits()
     if not hasattr(getattr(interpreter, "_interpreter", None), "fma_fp32"):
@@ -113,14 +115,18 @@ def interpreted(builtin):
 
 
 def operator(name, search):
-    """An operator of tensors of one type, of one tensor and a number of its type, or of an address and integers; for
-    others ``search`` finds a common type."""
+    """An operator of tensors, of a tensor and a number of its type, or of an address and integers. For others
+    ``search`` finds a common type."""
     function, compares, adds = OPERATORS[name], name in COMPARISONS, name == "__add__"
     kinds = {*LIMITS, "int1"} if name in ("__and__", "__or__") else {*LIMITS, *FLOATS}
 
     def operate(self, other):
+        if type(other) is tl.constexpr:
+            other = other.value
         handle, kind = self.handle, self.type
-        scalar = kind.scalar
+        common = kind.scalar
+        if adds and common.is_ptr() and takes("int64", other):
+            other = interpreter.interpreter_semantic.to_tensor(other)
         if type(other) is tl.tensor:
             beside = other.type
             if beside.is_block():
@@ -128,19 +134,22 @@ def operator(name, search):
                     kind = block_of(kind, beside.shape)
                 elif kind.shape is not beside.shape:
                     return search(self, other)
-            if scalar.name in kinds and beside.scalar.name == scalar.name:
-                data = function(handle.data, other.handle.data)
-            elif adds and scalar.is_ptr() and beside.scalar.name in LIMITS:
+            one, two = common.name, beside.scalar.name
+            if adds and common.is_ptr() and two in LIMITS:
                 return tl.tensor(interpreter.interpreter_builder.create_addptr(handle, other.handle), kind)
-            else:
+            if one not in kinds or two not in kinds or (one != two and {(one, two), (two, one)}.isdisjoint(WIDER)):
                 return search(self, other)
-        elif kind.is_block() and scalar.name in kinds and takes(scalar.name, other):
-            data = function(handle.data, other)
+            if (one, two) in WIDER:
+                common = beside.scalar
+            data = function(handle.data, other.handle.data)
+        elif common.name in kinds and takes(common.name, other):
+            data = function(handle.data, handle.data.dtype.type(other))
         else:
             return search(self, other)
         if compares:
-            kind = block_of(tl.int1, kind.shape) if kind.is_block() else tl.int1
-        return tl.tensor(interpreter.TensorHandle(data, handle.dtype.scalar), kind)
+            common = tl.int1
+        kind = block_of(common, kind.shape) if kind.is_block() else common
+        return tl.tensor(interpreter.TensorHandle(data, common), kind)
 
     return operate
 
@@ -270,9 +279,9 @@ def spare_conversions() -> None:
     """Operands of one type and shape are what an operation needs; a scalar becomes a block in one step."""
     semantic = type(interpreter.interpreter_semantic)
     cast, broadcast, computation_type = semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl
-    checked = semantic.binary_op_type_checking_impl
+    checked, where = semantic.binary_op_type_checking_impl, semantic.where
     equal = tl.dtype.__eq__
-    computation_types, splats = {}, {}
+    computation_types, splats, common_shapes = {}, {}, {}  # shapes of types are kept: an id stays that of its shape
 
     def cast_others(self, input, dst_ty, fp_downcast_rounding=None):
         kind, wanted = input.type, dst_ty.scalar
@@ -301,7 +310,22 @@ def spare_conversions() -> None:
             return (as_block(self, lhs, right.shape) if right.is_block() else lhs), rhs
         if not right.is_block():
             return lhs, as_block(self, rhs, left.shape)
-        return (lhs, rhs) if left.shape is right.shape else broadcast(self, lhs, rhs)
+        if left.shape is right.shape:
+            return lhs, rhs
+        if len(left.shape) != len(right.shape):
+            return broadcast(self, lhs, rhs)
+        pair = id(left.shape), id(right.shape)
+        if pair not in common_shapes:
+            common_shapes[pair] = tl.block_type(tl.int1, [*np.broadcast_shapes(left.shape, right.shape)]).shape
+        shape = common_shapes[pair]
+        return spread(self, lhs, shape), spread(self, rhs, shape)
+
+    def spread(self, block, shape):
+        kind, handle = block.type, block.handle
+        if kind.shape is shape:
+            return block
+        data = np.broadcast_to(handle.data, shape)
+        return self.tensor(interpreter.TensorHandle(data, kind.scalar), block_of(kind.scalar, shape))
 
     def remembered_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
         key = (a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod)
@@ -325,7 +349,17 @@ def spare_conversions() -> None:
             return broadcast_others(self, self.scalar_constant(lhs, rhs.dtype), rhs)
         return checked(self, lhs, rhs, *rules, **more)
 
-    semantic.binary_op_type_checking_impl = check_others
+    def choose(self, condition, x, y):
+        x, y = self.binary_op_type_checking_impl(x, y, True, True)
+        kind, of_condition = x.type, condition.type
+        if of_condition.is_block() and not kind.is_block():
+            kind = block_of(kind, of_condition.shape)
+        if condition.dtype.name != "int1" or (of_condition.is_block() and kind.shape is not of_condition.shape):
+            return where(self, condition, x, y)
+        data = np.where(condition.handle.data, x.handle.data, y.handle.data)
+        return self.tensor(interpreter.TensorHandle(data, kind.scalar), kind)
+
+    semantic.binary_op_type_checking_impl, semantic.where = check_others, choose
     semantic.scalar_constant = constants_of(semantic.scalar_constant)
     semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl = (
         cast_others,
@@ -336,9 +370,24 @@ def spare_conversions() -> None:
 
 
 def spare_searches_for_constants() -> None:
-    """Operands of the language are tensors and numbers, in which there is no constant to unwrap."""
-    unwrap, unwrapped = tl.core._unwrap_if_constexpr, {tl.tensor, int, float, bool, str, type(None)}
-    tl.core._unwrap_if_constexpr = lambda value: value if type(value) in unwrapped else unwrap(value)
+    """Of a type that is neither a constant nor a list of some there is nothing to unwrap."""
+    unwrap, may_hold = tl.core._unwrap_if_constexpr, {}
+
+    def unwrap_others(value):
+        kind = type(value)
+        if kind is tl.constexpr:
+            return value.value
+        if kind not in may_hold:
+            may_hold[kind] = issubclass(kind, (list, tuple, tl.tuple, tl.constexpr))
+        return unwrap(value) if may_hold[kind] else value
+
+    tl.core._unwrap_if_constexpr = unwrap_others
+
+
+def leave_arguments_where_they_are() -> None:
+    """The interpreter copies tensors to the CPU and back, which changes nothing where they lie there."""
+    interpreter.GridExecutor._init_args_hst = lambda self, arguments, named: (arguments, named)
+    interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
 
 
 def hold_addresses_to_their_alignment() -> None:

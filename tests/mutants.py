@@ -181,7 +181,8 @@ def python(mutant: Mutant) -> Iterator[None]:
     with_bug = text.replace(mutant.before, mutant.after)
     pairs = zip(functions_in(text), functions_in(with_bug), strict=True)
     bugs = {sound: bug for sound, bug in pairs if sound != bug}
-    live = [each for each in functions_of_package(len(sys.modules)) if each.__code__.co_filename == str(path)]
+    modules = sum(name.startswith("hpo_core") for name in sys.modules)
+    live = [each for each in functions_of_package(modules) if each.__code__.co_filename == str(path)]
     flawed = [(each, each.__code__) for each in live if each.__code__ in bugs]
     assert flawed, f"no function has the mutant {mutant.before!r} of {mutant.file}"
     forget_backends()
@@ -197,11 +198,13 @@ def python(mutant: Mutant) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def functions_of_package(modules: int) -> list[FunctionType]:
-    """Functions that are alive. A search takes a quarter of a second; with as many modules it would find no others."""
+    """Functions that are alive. A search takes a quarter of a second; with as many modules of the package it would find
+    no others."""
     gc.unfreeze()  # see conftest.py
     functions = [each for each in gc.get_objects() if type(each) is FunctionType]
     gc.freeze()
-    return [each for each in functions if each.__code__.co_filename.startswith(str(PACKAGE))]
+    folder = str(PACKAGE)
+    return [each for each in functions if each.__code__.co_filename.startswith(folder)]
 
 
 def functions_in(source: str | CodeType) -> Iterator[CodeType]:

@@ -368,10 +368,10 @@ def one_case(rank, engine):
 def test_mutant_is_killed(name):
     """The test that kills it passes without it."""
     mutant = MUTANTS[name]
-    killer(mutant.killer, mutant.arguments)()
+    kill = killer(mutant.killer, mutant.arguments)
     with python(mutant):
         assert_killed(name, mutant.killer, mutant.arguments)
-    killer(mutant.killer, mutant.arguments)()
+    kill()
 
 
 def test_what_kills_a_mutant_runs_when_its_file_changes():

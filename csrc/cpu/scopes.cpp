@@ -1,6 +1,5 @@
 // order_statistics. The definition is hpo_core/reference/scopes.py.
 #include <algorithm>
-#include <cstring>
 
 #include "hpo/entropy.h"
 #include "kernels.h"
@@ -42,20 +41,23 @@ Range segment_at(const OrderStatisticsArgs& args, int64_t place) {
   return row_range(args.offsets, args.order ? args.order[place] : place, args.tokens);
 }
 
-// Writes the keys of the finite ones of at most kPart values, counts them, and adds the errors.
-int64_t write_keys(const float* __restrict values, int64_t n, uint32_t* __restrict keys, int64_t& errors) {
-  if (all_finite(values, n)) {
+// Writes the keys of the finite ones of at most kPart values that the mask (null: none) leaves, counts them, and adds the
+// errors. There is room for n keys.
+int64_t write_keys(const float* __restrict values, const uint8_t* __restrict mask, int64_t n, uint32_t* __restrict keys,
+                   int64_t& errors) {
+  if (!mask && all_finite(values, n)) {
     for (int64_t i = 0; i < n; ++i) keys[i] = order_key(values[i]);
     return n;
   }
-  int64_t finite = 0;
+  uint32_t every[kPart];
+  int32_t wrong = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const bool counts = is_finite(values[i]);
-    errors += !counts && values[i] != -INFINITY;
-    keys[finite] = order_key(values[i]);
-    finite += counts;
+    const bool valid = !mask || mask[i];
+    every[i] = valid ? order_key(values[i]) : 0;  // which is the key of no finite value
+    wrong += valid & !is_finite(values[i]) & (values[i] != -INFINITY);
   }
-  return finite;
+  errors += wrong;
+  return keep(every, every, n, finite_keys(), keys);
 }
 
 // Writes the keys of a part, from the beginning of its slice of the keys of all tokens.
@@ -67,16 +69,10 @@ void gather(const OrderStatisticsArgs& args, const Space& space, Part& part) {
     const Range range = segment_at(args, place);
     for (int64_t first = range.begin; first < range.end; first += kPart) {
       const int64_t n = smaller(kPart, range.end - first);
-      float valid[kPart];
-      int64_t count = 0;
-      for (int64_t i = 0; args.mask && i < n; ++i) {
-        valid[count] = args.values[first + i];
-        count += args.mask[first + i] != 0;
-      }
-      const float* values = args.mask ? valid : args.values + first;
+      const uint8_t* mask = args.mask ? args.mask + first : nullptr;
       uint32_t written[kPart];
       const bool fits = room - finite >= n;
-      const int64_t found = write_keys(values, args.mask ? count : n, fits ? keys + finite : written, errors);
+      const int64_t found = write_keys(args.values + first, mask, n, fits ? keys + finite : written, errors);
       const int64_t kept = fits ? found : smaller(found, room - finite);
       for (int64_t i = 0; !fits && i < kept; ++i) keys[finite + i] = written[i];
       finite += kept;
@@ -85,38 +81,40 @@ void gather(const OrderStatisticsArgs& args, const Space& space, Part& part) {
   part.finite = finite, part.errors = errors;
 }
 
-// The keys of all parts, one after the other.
-Search joined(const OrderStatisticsArgs& args, const Space& space, const Part* parts, int64_t count) {
-  uint32_t* keys = space.keys + space.start(parts[0].first, args.tokens);
-  int64_t n = 0;
-  for (int64_t p = 0; p < count; ++p) {
-    const uint32_t* own = space.keys + space.start(parts[p].first, args.tokens);
-    if (own != keys + n) std::memmove(keys + n, own, size_t(parts[p].finite) * sizeof(uint32_t));
-    n += parts[p].finite;
-  }
-  return {keys, keys, n};
-}
-
 // Takes the keys outside a bracket away, which a sample puts around the sought key; returns what is left to search. The
 // sample determines the time, never the result: a bracket that missed is noticed by the number of keys below it.
-KeyRange narrow(Search& search, int64_t& index) {
+KeyRange narrow(Search* searches, int64_t count, int64_t& index, int threads) {
   const KeyRange finite_range = finite_keys();
-  const int64_t n = search.count, size = smaller(n / 16, kMostSampled);
+  int64_t n = 0, below[kMostParts], inside[kMostParts];
+  for (int64_t p = 0; p < count; ++p) n += searches[p].count;
+  const int64_t size = smaller(n / 16, kMostSampled);
   if (size < kLeastSampled) return finite_range;
   uint32_t sample[kMostSampled];
-  for (int64_t i = 0; i < size; ++i) sample[i] = search.keys[uint64_t(uint32_t(i) * 0x9E3779B9u) * uint64_t(n) >> 32];
+  for (int64_t i = 0; i < size; ++i) {
+    int64_t place = int64_t(uint64_t(uint32_t(i) * 0x9E3779B9u) * uint64_t(n) >> 32), p = 0;
+    while (place >= searches[p].count) place -= searches[p++].count;
+    sample[i] = searches[p].keys[place];
+  }
   const double share = double(index) / double(n), margin = 1 + 2.5 * std::sqrt(double(size) * share * (1 - share));
   const int64_t first = int64_t(double(size) * share - margin), last = int64_t(double(size) * share + margin);
   uint32_t low = finite_range.low, end = finite_range.end();
   if (first >= 0) std::nth_element(sample, sample + first, sample + size), low = sample[first];
   if (last < size) std::nth_element(sample + larger(first, 0), sample + last, sample + size), end = sample[last];
   const KeyRange range = {low, end - low};
-  int64_t below = 0, inside = 0;
-  for (int64_t at = 0; at < n; ++at) below += search.keys[at] < low, inside += range.holds(search.keys[at]);
-  if (index < below || index >= below + inside) return finite_range;
-  search.count = keep(search.keys, search.keys, n, range, search.rest);
-  search.keys = search.rest;
-  index -= below;
+  parallel_for(count, threads, [&](int64_t p) {
+    const uint32_t* keys = searches[p].keys;
+    int64_t less = 0, held = 0;
+    for (int64_t at = 0; at < searches[p].count; ++at) less += keys[at] < low, held += range.holds(keys[at]);
+    below[p] = less, inside[p] = held;
+  });
+  int64_t all_below = 0, all_inside = 0;
+  for (int64_t p = 0; p < count; ++p) all_below += below[p], all_inside += inside[p];
+  if (index < all_below || index >= all_below + all_inside) return finite_range;
+  parallel_for(count, threads, [&](int64_t p) {
+    Search& search = searches[p];
+    search.count = keep(search.keys, search.keys, search.count, range, search.rest);
+  });
+  index -= all_below;
   return range;
 }
 
@@ -178,9 +176,13 @@ void scan_scope(const OrderStatisticsArgs& args, const Space& space, int64_t sco
   const int64_t wanted = args.k ? larger(0, smaller(args.k[scope], population)) : 1;
   if (population == 0 || wanted == 0) return;
   int64_t index = args.k ? population - wanted : order_index(args.numerator, args.denominator, args.rule, population);
-  Search search = joined(args, space, parts, count);
-  const KeyRange range = narrow(search, index);
-  const uint32_t key = find_key(&search, 1, range, index);
+  Search searches[kMostParts];
+  for (int64_t p = 0; p < count; ++p) {
+    uint32_t* keys = space.keys + space.start(parts[p].first, args.tokens);
+    searches[p] = {keys, keys, parts[p].finite};
+  }
+  const KeyRange range = narrow(searches, count, index, threads);
+  const uint32_t key = find_key(searches, count, range, index, threads);
   if (args.thresholds) args.thresholds[scope] = from_order_key(key);
   if (args.k) select_largest(args, parts, count, key, wanted, threads);
 }

@@ -48,6 +48,15 @@ class Scopes(NamedTuple):
         return (self.offsets if self.begin is None else self.begin).shape[0] - 1
 
 
+class TokenDraw(NamedTuple):
+    """A draw among tokens by their terms of the covariance and their log-ratios."""
+
+    old_logp: torch.Tensor  # [T]
+    bounds: tuple[float, float, float, float]  # of terms from and to, of log-ratios where A < 0 from, where A > 0 to
+    factor: int  # these two are of 32 bits, see key_of_places
+    offset: int
+
+
 class OrderRule(enum.IntEnum):
     """Which ascending 0-based order statistic of n values stands for the quantile q."""
 

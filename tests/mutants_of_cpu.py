@@ -173,7 +173,7 @@ MUTANTS = {
     ),
     "cpu: masked tokens are in the population of a scope": Mutant(
         "cpu", "cpu/scopes.cpp",
-        "valid ? order_key(values[i]) : 0", "order_key(values[i])",
+        "finite_range.holds(key) & valid", "finite_range.holds(key)",
         "test_scopes.test_masked_values_are_never_read", {"poison": 99.0},
     ),
     "cpu: masked values of a scope are selected": Mutant(
@@ -183,12 +183,12 @@ MUTANTS = {
     ),
     "cpu: a bracket of a scope that missed is not noticed": Mutant(
         "cpu", "cpu/scopes.cpp",
-        "index < all_below || index >= all_below + all_inside", "index < all_below",
+        "index < all.below || index >= all.below + all.kept", "index < all.below",
         "test_entropy_selection.test_a_sample_of_a_scope_that_misleads", {"planted": -1.0},
     ),
     "cpu: the keys below the bracket of a scope are forgotten": Mutant(
         "cpu", "cpu/scopes.cpp",
-        "index -= all_below;", "",
+        "index - all.below", "index",
         "test_scopes.test_long_segments", {"kind": "distinct"},
     ),
     "cpu: keys of later parts of a scope are not searched": Mutant(

@@ -193,7 +193,7 @@ MUTANTS = {
     ),
     "cpu: keys of later parts of a scope are not searched": Mutant(
         "cpu", "cpu/scopes.cpp",
-        "find_key(searches, count, range, index, threads)", "find_key(searches, 1, range, index, threads)",
+        "searches[p] = {keys, keys, parts[p].kept};", "searches[p] = {keys, keys, p == 0 ? parts[p].kept : 0};",
         "test_scopes.test_top_k_is_that_of_a_loop", {},
     ),
     "cpu: every part of a scope selects its own ties": Mutant(

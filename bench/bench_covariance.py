@@ -7,6 +7,7 @@ from harness import Case, Contestant, Plan, Tensors, slower_by, small_test
 
 from hpo_core import ops
 from hpo_core.reference import covariance as reference
+from hpo_core.specs import TokenDraw
 
 
 def case(*, rows: int, length: int, full: bool, backend: str | None) -> Case:
@@ -18,7 +19,7 @@ def case(*, rows: int, length: int, full: bool, backend: str | None) -> Case:
     out = torch.empty_like(logp)
 
     def ours() -> Tensors:
-        return {"keys": ops.covariance(logp, advantages, row, mask, backend)[0]}
+        return {"keys": ops.covariance(logp, advantages, row, mask, *TokenDraw(), backend)[0]}
 
     def eager() -> Tensors:
         x, a = logp.double(), advantages.double().index_select(0, row)
@@ -39,7 +40,7 @@ def case(*, rows: int, length: int, full: bool, backend: str | None) -> Case:
         ours=[Contestant("hpo_core", ours, tolerance=2e-6)],
         peers=[Contestant("eager, float64", eager, slower_by(3), tolerance=2e-6)],
         floor=floor,
-        truth=None if full else lambda: {"keys": reference.covariance(logp, advantages, row, mask, None, (), 1, 0)[0]},
+        truth=None if full else lambda: {"keys": reference.covariance(logp, advantages, row, mask, *TokenDraw())[0]},
     )
 
 

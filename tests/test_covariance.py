@@ -12,6 +12,7 @@ from hpo_core.gates.draws import key_of_places
 from hpo_core.reference.covariance import draws_of_places
 from hpo_core.specs import TokenDraw
 
+NO_DRAW = TokenDraw()
 BOUNDS = (0.1, 1.5, math.log1p(-0.2), math.log1p(0.2))
 SIZES = [0, 1, 15, 16, 17, 1023, 1025, 5000, 17_000, 140_000]
 
@@ -29,10 +30,10 @@ def example(tokens, units=7, seed=0, of_tokens=False, masked=True):
     return logp, advantages, unit, mask, TokenDraw(old_logp, BOUNDS, *key_of_places(seed))
 
 
-def run(backend, logp, advantages, unit, mask, draw=None):
+def run(backend, logp, advantages, unit, mask, draw=NO_DRAW):
     device = testing.device_of(backend)
     *given, draw = testing.move((logp, advantages, unit, mask, draw), device)
-    keys, members = ops.covariance(*given, backend, draw)
+    keys, members = ops.covariance(*given, *draw, backend)
     assert keys.dtype == logp.dtype and keys.shape == logp.shape and members.shape == (1,)
     return keys.cpu(), members.item()
 
@@ -142,10 +143,10 @@ def test_bits_do_not_depend_on_threads_or_garbage(backend):
     garbage_draw = draw._replace(old_logp=draw.old_logp.where(member, -7.0))
     threads = torch.get_num_threads()
     for draws in (False, True):
-        first, members = run(backend, logp, advantages, unit, mask, draw if draws else None)
+        first, members = run(backend, logp, advantages, unit, mask, draw if draws else NO_DRAW)
         try:
             torch.set_num_threads(1 if threads > 1 else 2)
-            second, same = run(backend, *garbage, garbage_draw if draws else None)
+            second, same = run(backend, *garbage, garbage_draw if draws else NO_DRAW)
         finally:
             torch.set_num_threads(threads)
         assert torch.equal(first, second) and members == same

@@ -214,6 +214,26 @@ def test_masks_of_covariances_are_those_of_loops(level):
         assert drawn <= {*eligible} and len(drawn) == min(len(eligible), max(1, int(0.05 * len(known))))
 
 
+def test_who_pays_does_not_depend_on_the_order_of_rows():
+    """Masked tokens, and a row of none; no two covariances are equal."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([3, 0, 700, 1, 20_000, 60])
+    order = torch.tensor([4, 2, 5, 1, 3, 0])
+    rows = [torch.randn(length, generator=generator) for length in lengths.tolist()]
+    masks = [torch.rand(length, generator=generator) < 0.8 for length in lengths.tolist()]
+    advantages = torch.randn(6, generator=generator)
+
+    def paying(of):
+        mask = torch.cat([masks[row] for row in of])
+        batch = hpo.PackedBatch.from_lengths(lengths[of].tolist(), mask=mask)
+        found = gates.kl_cov_mask(torch.cat([rows[row] for row in of]), advantages[of], batch, share=0.01)
+        return found.penalty_mask.split(lengths[of].tolist())
+
+    first, moved = paying(torch.arange(6)), paying(order)
+    assert sum(map(torch.sum, first)) > 100
+    assert all(torch.equal(moved[at], first[row]) for at, row in enumerate(order.tolist()))
+
+
 def test_of_equal_covariances_the_first_pay():
     """Sixteen advantages and two log-probabilities: many ties, and masked tokens among them."""
     generator = torch.Generator().manual_seed(0)

@@ -59,8 +59,8 @@ def results():
         yield threshold, counts, ops.select(window.values, threshold, seed % 2 == 0, *tokens[4:])
         of_units, bounds = rewards.rewards[:12], (0.1, 5.0, -0.2, 0.2)
         unit = torch.arange(len(window.values), dtype=torch.int32) % 13
-        for draw in (None, TokenDraw(window.values + 0.1, bounds, 2654435761, seed)):
-            yield ops.covariance(window.values, of_units, unit, window.batch.mask, "cpu", draw)
+        for draw in (TokenDraw(), TokenDraw(window.values + 0.1, bounds, 2654435761, seed)):
+            yield ops.covariance(window.values, of_units, unit, window.batch.mask, *draw, "cpu")
         score, *quantile = testing.random_scores(seed, (40, 50000)[seed % 10 == 0])
         yield ops.select_top(score, *quantile, seed % 2 == 0, None, None, None)
 

@@ -21,15 +21,18 @@ class Tile {
   const uint8_t* valid;
 
   Tile(const CovarianceArgs& args, int64_t first, int n)
-      : n(n), logp(args.logp + first), advantage(args.advantages + first), valid(args.mask + first) {
-    if (!args.mask) std::fill_n(ones_, n, uint8_t(1)), valid = ones_;
-    if (args.unit) read_units(args, args.unit + first), advantage = of_units_;
+      : n(n),
+        logp(args.logp + first),
+        advantage(args.unit ? of_units_ : args.advantages + first),
+        valid(args.mask ? args.mask + first : ones_) {
+    if (!args.mask) std::fill_n(ones_, n, uint8_t(1));
+    if (args.unit) read_units(args, args.unit + first);
   }
 
  private:
   // Neighbours mostly share a unit. A load at the place of each would not become a vector.
   void read_units(const CovarianceArgs& args, const int32_t* unit) {
-    const auto advantage_of = [&](int32_t own) { return uint32_t(own) < uint64_t(args.units) ? args.advantages[own] : NAN; };
+    const auto advantage_of = [&](int32_t own) { return own >= 0 && own < args.units ? args.advantages[own] : NAN; };
     for (int first = 0; first < n; first += kAlike) {
       const int end = std::min(first + kAlike, n);
       int32_t differ = 0;
@@ -47,10 +50,10 @@ class Tile {
 };
 
 HPO_INLINE bool is_member(float logp, float advantage, uint8_t valid) {
-  return is_finite(logp) & is_finite(advantage) & (valid != 0);
+  return hpo::is_finite(logp) & hpo::is_finite(advantage) & (valid != 0);
 }
 
-HPO_INLINE Mask finite_lanes_of(Floats x) { return less(Floats(Ints(x) & INT32_MAX), all<Floats>(INFINITY)); }
+HPO_INLINE Mask is_finite(Floats x) { return less(Floats(Ints(x) & INT32_MAX), all<Floats>(INFINITY)); }
 
 // The sums of tiles, of each lane apart.
 struct LaneSums {
@@ -62,7 +65,7 @@ struct LaneSums {
     int i = 0;
     for (; i + kWidth <= tile.n; i += kWidth) {
       const Floats x = load_lanes<Floats>(tile.logp + i), advantage = load_lanes<Floats>(tile.advantage + i);
-      const Mask finite = both(finite_lanes_of(x), finite_lanes_of(advantage));
+      const Mask finite = both(is_finite(x), is_finite(advantage));
       const Mask member = both(finite, present_bytes(tile.valid + i));
       count.add(member);
       add_as_doubles(keep_if(member, x), logp + i % kLanes);
@@ -79,7 +82,7 @@ struct LaneSums {
 };
 
 void write_terms(const Tile& tile, const CovarianceMeans& means, float* __restrict keys) {
-  const float* __restrict logp = tile.logp, * __restrict advantage = tile.advantage;
+  const float* __restrict logp = tile.logp, *__restrict advantage = tile.advantage;
   const uint8_t* __restrict valid = tile.valid;
   for (int i = 0; i < tile.n; ++i) {
     const float key = key_of_term(covariance_term(means, logp[i], advantage[i]));
@@ -87,9 +90,10 @@ void write_terms(const Tile& tile, const CovarianceMeans& means, float* __restri
   }
 }
 
+// Of a copy of the draw: numbers behind a reference would be loaded under conditions, and no vector.
 void write_draws(const Tile& tile, const CovarianceMeans& means, const CovarianceDraw draw, int64_t first,
                  float* __restrict keys) {
-  const float* __restrict logp = tile.logp, * __restrict advantage = tile.advantage;
+  const float* __restrict logp = tile.logp, *__restrict advantage = tile.advantage;
   const float* __restrict old_logp = draw.old_logp + first;
   const uint8_t* __restrict valid = tile.valid;
   const uint32_t place = uint32_t(first);

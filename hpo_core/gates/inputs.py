@@ -14,7 +14,16 @@ import torch
 
 from .. import ops
 from ..arguments import check_compat, examines, parameter_names
-from ..batch import PackedBatch, alone_without, renumber, row_counts, spread_rows, takes_padded, valid_tokens
+from ..batch import (
+    PackedBatch,
+    alone_without,
+    renumber,
+    row_counts,
+    rows_of_tokens,
+    spread_rows,
+    takes_padded,
+    valid_tokens,
+)
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
 from ..specs import GroupStatistics, OrderRule, TokenDraw
 from .draws import key_of_places
@@ -226,7 +235,7 @@ def kl_cov_mask(
     tensor([ True, False, False, False])
     """
     check_policies(batch, logp)
-    return GateInputs(penalty_mask=_greatest(logp, advantages, batch, advantage_level, share))
+    return GateInputs(penalty_mask=_greatest(logp, advantages, batch, advantage_level, share, TokenDraw()))
 
 
 @of_tokens
@@ -391,12 +400,7 @@ def _advantages(advantages: torch.Tensor, batch: PackedBatch, level: str | None)
 
 
 def _greatest(
-    logp: torch.Tensor,
-    advantages: torch.Tensor,
-    batch: PackedBatch,
-    level: str | None,
-    share: float,
-    draw: TokenDraw | None = None,
+    logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, level: str | None, share: float, draw: TokenDraw
 ) -> torch.Tensor:
     """The ``max(1, floor(share n))`` tokens of n with the greatest covariance, or of those that may be drawn with the
     greatest numbers; equal ones in order."""
@@ -404,7 +408,8 @@ def _greatest(
     is_per_token, values = _advantages(advantages, batch, level)
     unit, mask = (None, valid_tokens(batch)) if is_per_token else (batch.once(rows_of_tokens), batch.mask)
     values = values.detach().float().contiguous()
-    keys, n = ops.covariance(logp.detach().float().contiguous(), values, unit, mask, None, draw)
+    logp = logp.detach().float().contiguous()
+    keys, n = ops.covariance(logp, values, unit, mask, *draw, None)
     wanted = (share * n.double()).floor().clamp(min=1).long()
     segments = ops.segments_of_call(batch.cu_seqlens, keys.numel())
     return ops.select_exact(keys, segments, torch.zeros_like(segments[1:]), wanted, None, None, None)

@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..backends import resolve
 from ..checks import check, check_dtype
-from ..specs import TokenDraw
-from .library import check_operand, define, handed_on, numbers_of, register, run
-
-_NO_DRAW = (0.0, 0.0, 0.0, 0.0), 1, 0
-
-
-def covariance(
-    logp: torch.Tensor,
-    advantages: torch.Tensor,
-    unit_of_token: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    backend: str | None,
-    draw: TokenDraw | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(A_t - mean A) (logp_t - mean logp)`` of the n members, ``[T]``, and n ``[1]`` int64. Members are the unmasked
-    tokens with a unit where both are finite; others get -inf.
-
-    ``advantages``: ``[U]``, of units; ``unit_of_token``: ``[T]`` int32, numbers outside ``[0, U)`` mean none, None:
-    each token is a unit. With a ``draw`` the tokens that may be drawn get pseudo-random numbers, all others -inf.
-    """
-    old_logp, bounds, *key = (None, *_NO_DRAW) if draw is None else draw
-    result: tuple[torch.Tensor, torch.Tensor] = run(
-        "covariance", "covariance", logp, backend, logp, advantages, unit_of_token, mask, old_logp, bounds, *key
-    )
-    return result
-
-
-define(
-    "covariance(Tensor logp, Tensor advantages, Tensor? unit_of_token, Tensor? mask, Tensor? old_logp, float[] bounds, "
-    "SymInt factor, SymInt offset, str backend) -> (Tensor keys, Tensor members)"
-)
-
-
-def _covariance_fake(logp: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(logp), logp.new_empty(1, dtype=torch.int64)
+from .library import check_operand, numbers_of, operator
 
 
 def _check_covariance(*arguments: Any) -> None:
@@ -60,4 +28,31 @@ def _check_covariance(*arguments: Any) -> None:
         check(0 <= number < 2**32, "{}: expected a number in [0, 2^32), got {}", name, number)
 
 
-register("covariance", handed_on("covariance", "covariance"), _covariance_fake, _check_covariance)
+@operator(
+    "covariance(Tensor logp, Tensor advantages, Tensor? unit_of_token, Tensor? mask, Tensor? old_logp, float[] bounds, "
+    "SymInt factor, SymInt offset, str backend) -> (Tensor keys, Tensor members)",
+    lambda logp, *_: (torch.empty_like(logp), logp.new_empty(1, dtype=torch.int64)),
+    _check_covariance,
+)
+def covariance(
+    logp: torch.Tensor,
+    advantages: torch.Tensor,
+    unit_of_token: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    old_logp: torch.Tensor | None,
+    bounds: Sequence[float],
+    factor: int,
+    offset: int,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(A_t - mean A) (logp_t - mean logp)`` of the n members, ``[T]``, and n ``[1]`` int64. Members are the unmasked
+    tokens with a unit where both are finite; others get -inf.
+
+    ``advantages``: ``[U]``, of units; ``unit_of_token``: ``[T]`` int32, numbers outside ``[0, U)`` mean none, None:
+    each token is a unit. The four after the mask are those of a :class:`~hpo_core.specs.TokenDraw`: with ``old_logp``
+    the tokens that may be drawn get pseudo-random numbers, all others -inf.
+    """
+    result: tuple[torch.Tensor, torch.Tensor] = resolve("covariance", logp, backend).covariance(
+        logp, advantages, unit_of_token, mask, old_logp, bounds, factor, offset
+    )
+    return result

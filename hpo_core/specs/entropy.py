@@ -49,12 +49,12 @@ class Scopes(NamedTuple):
 
 
 class TokenDraw(NamedTuple):
-    """A draw among tokens by their terms of the covariance and their log-ratios."""
+    """A draw among tokens by their terms of the covariance and their log-ratios; the default is none."""
 
-    old_logp: torch.Tensor  # [T]
-    bounds: tuple[float, float, float, float]  # of terms from and to, of log-ratios where A < 0 from, where A > 0 to
-    factor: int  # these two are of 32 bits, see key_of_places
-    offset: int
+    old_logp: torch.Tensor | None = None  # [T]
+    bounds: tuple[float, ...] = (0.0,) * 4  # of terms from and to, of log-ratios where A < 0 from, where A > 0 to
+    factor: int = 1  # this and the offset are of 32 bits, see key_of_places
+    offset: int = 0
 
 
 class OrderRule(enum.IntEnum):

@@ -91,7 +91,7 @@ def operator_calls() -> list[tuple[str, dict[str, Any], str]]:
             },
             "k",
         ),
-        ("covariance", {**_covariance_inputs(packed), "backend": ""}, "logp"),
+        ("covariance", {**_covariance_inputs(packed), "backend": ""}, "advantages logp"),
         (
             "group_normalise",
             {

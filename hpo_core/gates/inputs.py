@@ -210,7 +210,7 @@ def clip_cov_mask(
     check_policies(batch, logp, old_logp)
     least = math.log1p(-eps_low) if eps_low < 1 else -math.inf
     bounds = (low, high, least, math.log1p(eps_high))
-    draw = TokenDraw(old_logp.detach().float(), bounds, *key_of_places(seed))
+    draw = TokenDraw(old_logp.detach().float().contiguous(), bounds, *key_of_places(seed))
     return GateInputs(token_mask=~_greatest(logp, advantages, batch, advantage_level, share, draw))
 
 

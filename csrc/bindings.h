@@ -1,6 +1,7 @@
 // Binds the C interface of one backend to Python.
 #pragma once
 #include "bindings/advantages.h"
+#include "bindings/covariance.h"
 #include "bindings/entropy.h"
 #include "bindings/logprobs.h"
 #include "bindings/losses.h"
@@ -16,6 +17,7 @@ inline void bind(py::module_& m) {
   m.def("advise_large_pages", &advise_large_pages);
   bind_losses(m);
   bind_advantages(m);
+  bind_covariance(m);
   bind_entropy(m);
   bind_logprobs(m);
   bind_segments(m);

@@ -23,7 +23,17 @@ import torch
 
 from .native import Native
 
-OPS = ("segments", "advantages", "entropy", "scopes", "gates", "corrections", "logprobs", "loss_from_logits")
+OPS = (
+    "segments",
+    "advantages",
+    "entropy",
+    "scopes",
+    "covariance",
+    "gates",
+    "corrections",
+    "logprobs",
+    "loss_from_logits",
+)
 
 # The backends of CUDA tensors without a request, in order of preference. The order of an entry changes only with a
 # measured figure in docs/; cuda comes first because it shares its arithmetic with the CPU backend and has no first-call

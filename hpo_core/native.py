@@ -322,6 +322,23 @@ class Native:
             self.module.order_statistics, values, sizes, values, mask, *scopes, *quantile, *k_and_outputs, workspace
         )  # fmt: skip
 
+    def covariance(
+        self,
+        logp: torch.Tensor,
+        advantages: torch.Tensor,
+        unit_of_token: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        old_logp: torch.Tensor | None,
+        bounds: Sequence[float],
+        factor: int,
+        offset: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, members = torch.empty_like(logp), logp.new_empty(1, dtype=torch.int64)
+        given = (logp, advantages, unit_of_token, mask, old_logp, bounds, factor, offset, keys, members)
+        workspace = self._workspace(self.module.covariance_workspace(logp.numel()), logp)
+        self._call(self.module.covariance, logp, logp.numel(), advantages.numel(), *given, workspace)
+        return keys, members
+
     def group_statistics(
         self, values: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor:

@@ -64,7 +64,7 @@ LOGPROBS = (
     ),
     *("loss_from_logits", "merged_states"),
 )
-OPERATORS = ("on_gpu", *LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS)
+OPERATORS = ("on_gpu", *LOSS, *ADVANTAGES, *ENTROPY, *SCOPES, *SEGMENTS, *LOGPROBS, "covariance")
 MULTIPROCESS = (
     *("distributed", "segment_exchange", "aggregates", "advantages_over_ranks", "data_parallel", "deepspeed"),
     *("empty_rank", "scopes_over_ranks", "entropy_over_ranks"),
@@ -119,6 +119,7 @@ RULES = [
     *kernels("scopes bins", (*ENTROPY, *SCOPES)),
     Rule(("csrc/cpu/order_keys.h", "csrc/include/hpo/entropy.h"), (*ENTROPY, *SCOPES), ("cpu", "cuda_emulated")),
     Rule(("kernels/hpo_triton/entropy.py",), SCOPES, ("triton",)),
+    *kernels("covariance", ("covariance", "gate_inputs")),
     *kernels("segments", SEGMENTS),
     *kernels("logprobs logits logits_rows logit_types", LOGPROBS),
     *kernels("loss_from_logits", ("loss_from_logits",)),

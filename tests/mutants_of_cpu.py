@@ -173,7 +173,7 @@ MUTANTS = {
     ),
     "cpu: masked tokens are in the population of a scope": Mutant(
         "cpu", "cpu/scopes.cpp",
-        "count += args.mask[first + i] != 0;", "++count;",
+        "finite_range.holds(key) & valid", "finite_range.holds(key)",
         "test_scopes.test_masked_values_are_never_read", {"poison": 99.0},
     ),
     "cpu: masked values of a scope are selected": Mutant(
@@ -183,23 +183,43 @@ MUTANTS = {
     ),
     "cpu: a bracket of a scope that missed is not noticed": Mutant(
         "cpu", "cpu/scopes.cpp",
-        "index < below || index >= below + inside", "index < below",
+        "index < all.below || index >= all.below + all.kept", "index < all.below",
         "test_entropy_selection.test_a_sample_of_a_scope_that_misleads", {"planted": -1.0},
     ),
     "cpu: the keys below the bracket of a scope are forgotten": Mutant(
         "cpu", "cpu/scopes.cpp",
-        "index -= below;", "",
+        "index - all.below", "index",
         "test_scopes.test_long_segments", {"kind": "distinct"},
     ),
-    "cpu: keys of later parts of a scope stay behind a gap": Mutant(
+    "cpu: keys of later parts of a scope are not searched": Mutant(
         "cpu", "cpu/scopes.cpp",
-        "own != keys + n", "false",
+        "searches[p] = {keys, keys, parts[p].kept};", "searches[p] = {keys, keys, p == 0 ? parts[p].kept : 0};",
         "test_scopes.test_top_k_is_that_of_a_loop", {},
     ),
     "cpu: every part of a scope selects its own ties": Mutant(
         "cpu", "cpu/scopes.cpp",
         "needed -= here;", "",
         "test_scopes.test_long_segments", {"kind": "equal"},
+    ),
+    "cpu: a masked token is in a covariance": Mutant(
+        "cpu", "cpu/covariance.cpp",
+        "(valid != 0)", "true",
+        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": False, "masked": True},
+    ),
+    "cpu: neighbours share a unit without being asked": Mutant(
+        "cpu", "cpu/covariance.cpp",
+        "differ == 0", "true",
+        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": False, "masked": False},
+    ),
+    "cpu: the sums of the last chunk are those of a covariance": Mutant(
+        "cpu", "cpu/covariance.cpp",
+        "sums = {sums.members + own.members, sums.logp + own.logp, sums.advantages + own.advantages};", "sums = own;",
+        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": True, "masked": True},
+    ),
+    "cpu: a place has the number of its tile": Mutant(
+        "cpu", "cpu/covariance.cpp",
+        "place + uint32_t(i)", "uint32_t(i)",
+        "test_covariance.test_draws_are_of_tokens_in_the_bands", {"of_tokens": True},
     ),
     "cpu: masked entropies are averaged": Mutant(
         "cpu", "cpu/entropy.cpp",

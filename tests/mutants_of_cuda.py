@@ -29,6 +29,21 @@ MUTANTS = {
         "!windows.usable(token)", "false",
         "test_window_aggregates.test_carried_by_hand", {},
     ),
+    "cuda: a masked token is in a covariance": Mutant(
+        "cuda_emulated", "cuda/covariance.cu",
+        "(!args.mask || __ldg(args.mask + token))", "true",
+        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": False, "masked": True},
+    ),
+    "cuda: the sums of the first block are those of a covariance": Mutant(
+        "cuda_emulated", "cuda/covariance.cu",
+        "block < int(gridDim.x)", "block < 1",
+        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": True, "masked": True},
+    ),
+    "cuda: a log-ratio has the bound of the other sign": Mutant(
+        "cuda_emulated", "include/hpo/covariance.h",
+        "advantage < 0.0f", "advantage > 0.0f",
+        "test_covariance.test_bounds_by_hand", {},
+    ),
     "cuda: ties of an exact selection are dropped": Mutant(
         "cuda_emulated", "cuda/scopes.cu",
         "ties.before < needed", "false",

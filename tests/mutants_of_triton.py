@@ -55,6 +55,21 @@ MUTANTS = {
         "tl.where(usable, token, range_.end)", "tl.where(token < range_.end, token, range_.end)",
         "test_window_aggregates.test_carried_by_hand", {},
     ),
+    "triton: a masked token is in a covariance": Mutant(
+        "triton", "covariance.py",
+        "valid &= load(mask, token, tokens, whole, ALIGNED)", "valid &= token >= 0",
+        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": True, "masked": True},
+    ),
+    "triton: a term beyond all floats is infinite": Mutant(
+        "triton", "covariance.py",
+        "clamp(term, -LARGEST, LARGEST)", "term",
+        "test_covariance.test_terms_beyond_all_floats_are_the_largest", {},
+    ),
+    "triton: a term on a bound is drawn": Mutant(
+        "triton", "covariance.py",
+        "(term > low)", "(term >= low)",
+        "test_covariance.test_bounds_by_hand", {},
+    ),
     "triton: each step of a scope selects all ties that are needed": Mutant(
         "triton", "scopes.py",
         "needed = tl.maximum(needed - tl.sum(ties.to(tl.int64)), 0)", "needed = needed + 0",

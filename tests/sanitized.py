@@ -23,7 +23,7 @@ TESTS = [
         "window_aggregates", "scopes", "select_top", "gates", "gate_paths", "promises", "gate_inputs", "presets",
         "hierarchy", "hierarchy_theorems", "hierarchy_degenerate", "level_metrics", "terms", "corrections", "stages",
         "segment_exchange", "aggregates", "losses", "metrics", "ops", "batch", "logprobs", "logprobs_calls",
-        "linear_logprobs", "loss_from_logits",
+        "linear_logprobs", "loss_from_logits", "covariance",
     )
 ]  # fmt: skip
 # The emulation has no instruction sets, and the outcome of a wrong argument depends on none.

@@ -11,7 +11,8 @@ from catalogue import Example
 import hpo_core as hpo
 from hpo_core import gates, testing
 from hpo_core.gates import RatioGate
-from hpo_core.gates.draws import draws_of_places
+from hpo_core.gates.draws import key_of_places
+from hpo_core.reference.covariance import draws_of_places
 
 
 def test_impossible_bounds_are_counted_and_left_out(native_backends):
@@ -172,8 +173,8 @@ def test_draws_depend_on_the_seed_only():
 
 def test_no_two_places_have_the_same_draw():
     """Half of the places of any seed are drawn about as often in each sixteenth of them, and by two seeds together."""
-    places = torch.empty(2**16)
-    found = [draws_of_places(places, seed) for seed in (0, 1, 2, -1, 2**32, 2**40 + 1)]
+    places = torch.arange(2**16)
+    found = [draws_of_places(places, *key_of_places(seed)) for seed in (0, 1, 2, -1, 2**32, 2**40 + 1)]
     assert all(draw.unique().numel() == places.numel() for draw in found)
     taken = torch.stack([draw > 0 for draw in found]).double()
     assert (taken.unflatten(1, (16, -1)).mean(-1) - 0.5).abs().max() < 0.04  # five deviations
@@ -211,6 +212,26 @@ def test_masks_of_covariances_are_those_of_loops(level):
         kept = gates.clip_cov_mask(logp, old_logp, given, batch, share=0.05, **shared, **of_level).token_mask
         drawn = set((~kept).nonzero()[:, 0].tolist())
         assert drawn <= {*eligible} and len(drawn) == min(len(eligible), max(1, int(0.05 * len(known))))
+
+
+def test_who_pays_does_not_depend_on_the_order_of_rows():
+    """Masked tokens, and a row of none; no two covariances are equal."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([3, 0, 700, 1, 20_000, 60])
+    order = torch.tensor([4, 2, 5, 1, 3, 0])
+    rows = [torch.randn(length, generator=generator) for length in lengths.tolist()]
+    masks = [torch.rand(length, generator=generator) < 0.8 for length in lengths.tolist()]
+    advantages = torch.randn(6, generator=generator)
+
+    def paying(of):
+        mask = torch.cat([masks[row] for row in of])
+        batch = hpo.PackedBatch.from_lengths(lengths[of].tolist(), mask=mask)
+        found = gates.kl_cov_mask(torch.cat([rows[row] for row in of]), advantages[of], batch, share=0.01)
+        return found.penalty_mask.split(lengths[of].tolist())
+
+    first, moved = paying(torch.arange(6)), paying(order)
+    assert sum(map(torch.sum, first)) > 100
+    assert all(torch.equal(moved[at], first[row]) for at, row in enumerate(order.tolist()))
 
 
 def test_of_equal_covariances_the_first_pay():

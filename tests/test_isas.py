@@ -16,7 +16,7 @@ import hpo_core as hpo
 from catalogue import CATALOGUE, Example
 from hierarchies import GATES as HIERARCHIES, raw
 from hpo_core import advantages, entropy, gates, ops, testing
-from hpo_core.specs import OrderRule
+from hpo_core.specs import OrderRule, TokenDraw
 
 def results():
     long = testing.Layout((0, 1, 2500, 130, 1, 0, 1025, 3), tail=5, shared=True, seed=3)
@@ -57,6 +57,10 @@ def results():
         tokens = (window.values, 4, 5, OrderRule.CEIL, window.batch.mask, window.batch.cu_seqlens, None)
         threshold, counts = ops.order_statistic(*tokens)
         yield threshold, counts, ops.select(window.values, threshold, seed % 2 == 0, *tokens[4:])
+        of_units, bounds = rewards.rewards[:12], (0.1, 5.0, -0.2, 0.2)
+        unit = torch.arange(len(window.values), dtype=torch.int32) % 13
+        for draw in (TokenDraw(), TokenDraw(window.values + 0.1, bounds, 2654435761, seed)):
+            yield ops.covariance(window.values, of_units, unit, window.batch.mask, *draw, "cpu")
         score, *quantile = testing.random_scores(seed, (40, 50000)[seed % 10 == 0])
         yield ops.select_top(score, *quantile, seed % 2 == 0, None, None, None)
 

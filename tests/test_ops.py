@@ -20,7 +20,7 @@ from valid_calls import calls
 import hpo_core as hpo
 from hpo_core import ops, testing
 from hpo_core.native import Native
-from hpo_core.specs import Boundary, Invalid, OrderRule, PolicyLossInputs, WindowAggregate
+from hpo_core.specs import Boundary, Invalid, OrderRule, PolicyLossInputs, TokenDraw, WindowAggregate
 
 OPERATORS = torch.ops.hpo_core
 OPERATOR_CALLS = [each for each in calls() if each.name.startswith("torch.ops.")]
@@ -447,8 +447,9 @@ def test_no_kernel_writes_behind_its_workspace(backend, monkeypatch):
     ops.select_top(scores, *quantile, True, batch.mask, batch.cu_seqlens, backend)
     ops.order_statistics(scores, *scopes, *quantile, batch.mask, backend)
     ops.select_exact(scores, *scopes[:2], each[: rows // 2], None, batch.mask, backend)
+    ops.covariance(scores, scores, None, batch.mask, *TokenDraw(), backend)
     ops.group_statistics(each.float(), each // 3, None, None, backend)
     hpo.advantages.grpo(each.float(), each // 3, backend=backend)
-    assert len(given) >= 12, "the workspaces of these calls come from elsewhere"
+    assert len(given) >= 13, "the workspaces of these calls come from elsewhere"
     for size, workspace in given:
         assert bool((workspace[size:] == 0xA5).all()), f"a kernel writes behind its workspace of {size} bytes"

@@ -284,8 +284,8 @@ def test_every_structure_compiles_for_every_target_without_spilling(share, targe
 COUNT_COMPILATIONS = """
 import collections, itertools, json, math
 import torch
-from hpo_core._triton import advantages, compile, corrections, entropy, gates, logprobs, loss_from_logits, scale
-from hpo_core._triton import scopes, segments
+from hpo_core._triton import advantages, compile, corrections, covariance, entropy, gates, logprobs, loss_from_logits
+from hpo_core._triton import scale, scopes, segments
 from hpo_core.specs import *
 
 def row_values(rows, dtype=torch.float32):
@@ -319,6 +319,9 @@ def sweep():
             entropy.select(batch.logp, threshold, False, mask, offsets)
             scopes.order_statistics(batch.logp, Scopes(offsets), *quantile, OrderRule.CEIL, mask)
             scopes.select_exact(batch.logp, Scopes(offsets), row_values(rows, torch.int64), mask)
+            of_token = row_values(tokens, torch.int32)
+            numbers = ((-low, high, low, 1.0), quantile[0] % 2**32, quantile[1] % 2**32)
+            covariance.covariance(batch.logp, batch.advantages, of_token, mask, batch.old_logp, *numbers)
         for ddof, eps, keep, size in ((0, 0.0, False, 1.0), (1, 1e-6, True, -0.5), (1, 16.0, False, 0.0)):
             rule = GroupTerm(ddof=ddof, eps=eps, keep_singletons=keep, coefficient=size)
             ids = row_values(rows, torch.int64)
@@ -462,6 +465,8 @@ def test_sizes_and_numbers_never_compile_again():
         "_select_top": 1,
         "_select": 1,
         "_scan_scopes": 2,  # quantiles and selections of k
+        "_sum_members": 1,
+        "_write_keys": 1,
         "_normalise_few": 2,  # two terms, and one
         "_sum_tiles": 3,  # with weights, without, and with extremes; from here on with more than groups.SCANNED units
         "_merge_tiles": 1,

@@ -91,6 +91,7 @@ def operator_calls() -> list[tuple[str, dict[str, Any], str]]:
             },
             "k",
         ),
+        ("covariance", {**_covariance_inputs(packed), "backend": ""}, "advantages logp"),
         (
             "group_normalise",
             {
@@ -159,3 +160,10 @@ def _correction_inputs(packed: PackedBatch) -> dict[str, Any]:
     )  # fmt: skip
     kinds = ("statistic", "reduction", "action", "of_segments", "strict")
     return {**inputs._asdict(), **{kind: getattr(spec, kind) for kind in kinds}, "bounds": [*spec.low, *spec.high]}
+
+
+def _covariance_inputs(packed: PackedBatch) -> dict[str, Any]:
+    return {
+        "logp": T["logp"], "advantages": S["advantages"], "unit_of_token": integers(*[0] * 4, *[1] * 3, *[2] * 4).int(),
+        "mask": packed.mask, "old_logp": T["old_logp"], "bounds": [-1.0, 1.0, -0.25, 0.25], "factor": 3, "offset": 5,
+    }  # fmt: skip

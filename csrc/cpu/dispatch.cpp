@@ -117,6 +117,7 @@ int64_t hpo_window_score_workspace(int64_t tokens, int64_t width) {
   return measure(&Kernels::window_score_workspace, tokens, width);
 }
 int64_t hpo_order_statistic_workspace(int64_t tokens) { return measure(&Kernels::order_statistic_workspace, tokens); }
+int64_t hpo_covariance_workspace(int64_t tokens) { return measure(&Kernels::covariance_workspace, tokens); }
 int64_t hpo_order_statistics_workspace(int64_t tokens, int64_t segments) {
   return measure(&Kernels::order_statistics_workspace, tokens, segments);
 }
@@ -130,6 +131,7 @@ HPO_CALL(window_score, WindowArgs)
 HPO_CALL(order_statistic, OrderStatisticArgs)
 HPO_CALL(select, SelectArgs)
 HPO_CALL(order_statistics, OrderStatisticsArgs)
+HPO_CALL(covariance, CovarianceArgs)
 HPO_CALL(row_counts, RowCountsArgs)
 HPO_CALL(row_spans, RowSpansArgs)
 HPO_CALL(token_logprobs, LogprobsArgs)

@@ -187,7 +187,7 @@ KeyRange bracket(const OrderStatisticArgs& args, const Scores& scores, int threa
   parallel_for(2, threads, [&](int64_t side) {
     if (places[side] < 0 || places[side] >= drawn) return;
     Search search = {words, words + (1 + side) * size, size};
-    ends[side] = find_key(&search, 1, finite_range, places[side]);
+    ends[side] = find_key(&search, 1, finite_range, places[side], 1);
   });
   return {ends[0], ends[1] - ends[0]};
 }
@@ -292,7 +292,7 @@ void order_statistic(const OrderStatisticArgs& args, int threads) {
       keep_all(false);
       marked = false;
     }
-    const uint32_t key = find_key(selection.searches, workers, range, index - below);
+    const uint32_t key = find_key(selection.searches, workers, range, index - below, int(workers));
     *args.threshold = from_order_key(key);
     if (marked) correct(key + (args.strict != 0));
   }

@@ -25,6 +25,8 @@
   DO(isa, int64_t, order_statistic_workspace, (int64_t tokens))                                                           \
   DO(isa, void, order_statistic, (const OrderStatisticArgs& args, int threads))                                           \
   DO(isa, void, select, (const SelectArgs& args, int threads))                                                            \
+  DO(isa, int64_t, covariance_workspace, (int64_t tokens))                                                                \
+  DO(isa, void, covariance, (const CovarianceArgs& args, int threads))                                                    \
   DO(isa, int64_t, order_statistics_workspace, (int64_t tokens, int64_t segments))                                        \
   DO(isa, void, order_statistics, (const OrderStatisticsArgs& args, int threads))                                         \
   DO(isa, void, row_counts, (const RowCountsArgs& args, int threads))                                                     \

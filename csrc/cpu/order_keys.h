@@ -77,12 +77,12 @@ inline void halve(KeyRange range, Search& search) {
 }
 
 // The index-th key, in ascending order, of all searches. It is in the range.
-inline uint32_t find_key(Search* searches, int64_t count, KeyRange range, int64_t index) {
+inline uint32_t find_key(Search* searches, int64_t count, KeyRange range, int64_t index, int threads) {
   while (range.span > 0) {
     int64_t keys = 0, in_lower_half = 0;
     uint32_t least = UINT32_MAX, most = 0;
     for (int64_t s = 0; s < count; ++s) keys += searches[s].count;
-    parallel_for(count, worthwhile(int(count), keys), [&](int64_t s) { halve(range, searches[s]); });
+    parallel_for(count, worthwhile(threads, keys), [&](int64_t s) { halve(range, searches[s]); });
     for (int64_t s = 0; s < count; ++s) {
       in_lower_half += searches[s].in_lower_half;
       least = searches[s].least < least ? searches[s].least : least;

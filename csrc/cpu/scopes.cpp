@@ -1,6 +1,5 @@
 // order_statistics. The definition is hpo_core/reference/scopes.py.
 #include <algorithm>
-#include <cstring>
 
 #include "hpo/entropy.h"
 #include "kernels.h"
@@ -17,7 +16,7 @@ constexpr int64_t kMostParts = 64;  // of a scope that all threads share; result
 // Some of the segments of a scope: the places [first, end) of the list, and their counts.
 struct Part {
   int64_t first, end;
-  int64_t finite, errors, greater, ties;
+  int64_t finite = 0, errors = 0, below = 0, kept = 0, greater = 0, ties = 0;
 };
 
 struct Space {
@@ -42,82 +41,66 @@ Range segment_at(const OrderStatisticsArgs& args, int64_t place) {
   return row_range(args.offsets, args.order ? args.order[place] : place, args.tokens);
 }
 
-// Writes the keys of the finite ones of at most kPart values, counts them, and adds the errors.
-int64_t write_keys(const float* __restrict values, int64_t n, uint32_t* __restrict keys, int64_t& errors) {
-  if (all_finite(values, n)) {
-    for (int64_t i = 0; i < n; ++i) keys[i] = order_key(values[i]);
-    return n;
-  }
-  int64_t finite = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const bool counts = is_finite(values[i]);
-    errors += !counts && values[i] != -INFINITY;
-    keys[finite] = order_key(values[i]);
-    finite += counts;
-  }
-  return finite;
-}
-
-// Writes the keys of a part, from the beginning of its slice of the keys of all tokens.
-void gather(const OrderStatisticsArgs& args, const Space& space, Part& part) {
-  const int64_t start = space.start(part.first, args.tokens), room = space.start(part.end, args.tokens) - start;
-  uint32_t* keys = space.keys + start;
-  int64_t finite = 0, errors = 0;
-  for (int64_t place = part.first; place < part.end; ++place) {
-    const Range range = segment_at(args, place);
-    for (int64_t first = range.begin; first < range.end; first += kPart) {
-      const int64_t n = smaller(kPart, range.end - first);
-      float valid[kPart];
-      int64_t count = 0;
-      for (int64_t i = 0; args.mask && i < n; ++i) {
-        valid[count] = args.values[first + i];
-        count += args.mask[first + i] != 0;
-      }
-      const float* values = args.mask ? valid : args.values + first;
-      uint32_t written[kPart];
-      const bool fits = room - finite >= n;
-      const int64_t found = write_keys(values, args.mask ? count : n, fits ? keys + finite : written, errors);
-      const int64_t kept = fits ? found : smaller(found, room - finite);
-      for (int64_t i = 0; !fits && i < kept; ++i) keys[finite + i] = written[i];
-      finite += kept;
-    }
-  }
-  part.finite = finite, part.errors = errors;
-}
-
-// The keys of all parts, one after the other.
-Search joined(const OrderStatisticsArgs& args, const Space& space, const Part* parts, int64_t count) {
-  uint32_t* keys = space.keys + space.start(parts[0].first, args.tokens);
-  int64_t n = 0;
-  for (int64_t p = 0; p < count; ++p) {
-    const uint32_t* own = space.keys + space.start(parts[p].first, args.tokens);
-    if (own != keys + n) std::memmove(keys + n, own, size_t(parts[p].finite) * sizeof(uint32_t));
-    n += parts[p].finite;
-  }
-  return {keys, keys, n};
-}
-
-// Takes the keys outside a bracket away, which a sample puts around the sought key; returns what is left to search. The
-// sample determines the time, never the result: a bracket that missed is noticed by the number of keys below it.
-KeyRange narrow(Search& search, int64_t& index) {
+// The range that probably contains the sought key of the places [first, end), from a sample of their values, which has no
+// period that segments might share. The sample determines the time, never the result: a bracket that missed is noticed by the
+// number of keys below it.
+KeyRange bracket(const OrderStatisticsArgs& args, const Space& space, int64_t scope, int64_t first, int64_t end) {
   const KeyRange finite_range = finite_keys();
-  const int64_t n = search.count, size = smaller(n / 16, kMostSampled);
+  const int64_t *starts = space.starts + first, *last = space.starts + end, tokens = *last - *starts;
+  const int64_t size = smaller(tokens / 16, kMostSampled);
   if (size < kLeastSampled) return finite_range;
   uint32_t sample[kMostSampled];
-  for (int64_t i = 0; i < size; ++i) sample[i] = search.keys[uint64_t(uint32_t(i) * 0x9E3779B9u) * uint64_t(n) >> 32];
-  const double share = double(index) / double(n), margin = 1 + 2.5 * std::sqrt(double(size) * share * (1 - share));
-  const int64_t first = int64_t(double(size) * share - margin), last = int64_t(double(size) * share + margin);
-  uint32_t low = finite_range.low, end = finite_range.end();
-  if (first >= 0) std::nth_element(sample, sample + first, sample + size), low = sample[first];
-  if (last < size) std::nth_element(sample + larger(first, 0), sample + last, sample + size), end = sample[last];
-  const KeyRange range = {low, end - low};
-  int64_t below = 0, inside = 0;
-  for (int64_t at = 0; at < n; ++at) below += search.keys[at] < low, inside += range.holds(search.keys[at]);
-  if (index < below || index >= below + inside) return finite_range;
-  search.count = keep(search.keys, search.keys, n, range, search.rest);
-  search.keys = search.rest;
-  index -= below;
-  return range;
+  int64_t drawn = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t at = *starts + int64_t(uint64_t(uint32_t(i) * 0x9E3779B9u) * uint64_t(tokens) >> 32);
+    const int64_t* start = std::upper_bound(starts, last, at) - 1;
+    const int64_t token = segment_at(args, start - space.starts).begin + at - *start;
+    sample[drawn] = order_key(args.values[token]);
+    drawn += finite_range.holds(sample[drawn]) && (!args.mask || args.mask[token]);
+  }
+  if (drawn < kLeastSampled) return finite_range;
+  const double above = args.k ? double(args.k[scope]) * double(size) / double(tokens) / double(drawn) : 0.0;
+  const double quantile = args.k ? 1.0 - above : double(args.numerator) / double(larger(1, args.denominator));
+  const double share = clamp(quantile, 0.0, 1.0), margin = 1 + 2.5 * std::sqrt(double(drawn) * share * (1 - share));
+  const int64_t low = int64_t(double(drawn) * share - margin), high = int64_t(double(drawn) * share + margin);
+  uint32_t ends[] = {finite_range.low, finite_range.end()};
+  if (low >= 0) std::nth_element(sample, sample + low, sample + drawn), ends[0] = sample[low];
+  if (high < drawn) std::nth_element(sample + larger(low, 0), sample + high, sample + drawn), ends[1] = sample[high];
+  return {ends[0], ends[1] - ends[0]};
+}
+
+// Keeps the keys in the range of at most kPart values, and counts the finite ones, those below the range, and the errors.
+void keep_keys(const float* __restrict values, const uint8_t* __restrict mask, int64_t n, KeyRange range, uint32_t* kept,
+               Part& part) {
+  const KeyRange finite_range = finite_keys();
+  uint32_t keys[kPart];
+  int32_t finite = 0, below = 0, errors = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t key = order_key(values[i]);
+    const bool valid = !mask || mask[i], counts = finite_range.holds(key) & valid;
+    keys[i] = counts ? key : 0;  // which is the key of no finite value
+    finite += counts;
+    below += counts & (key < range.low);
+    errors += valid & !counts & (values[i] != -INFINITY);
+  }
+  part.finite += finite, part.below += below, part.errors += errors;
+  part.kept += keep(keys, keys, n, range, kept);
+}
+
+// Keeps the keys of a part that are in the range, from the beginning of its slice of the keys of all tokens.
+void gather(const OrderStatisticsArgs& args, const Space& space, KeyRange range, Part& part) {
+  const int64_t start = space.start(part.first, args.tokens);
+  int64_t room = space.start(part.end, args.tokens) - start;
+  part.finite = part.errors = part.below = part.kept = 0;
+  for (int64_t place = part.first; place < part.end; ++place) {
+    const Range tokens = segment_at(args, place);
+    for (int64_t first = tokens.begin; first < tokens.end && room > 0; first += kPart) {
+      const int64_t n = smaller(smaller(kPart, tokens.end - first), room);
+      const uint8_t* mask = args.mask ? args.mask + first : nullptr;
+      keep_keys(args.values + first, mask, n, range, space.keys + start + part.kept, part);
+      room -= n;
+    }
+  }
 }
 
 // Marks the finite values of a part above the threshold, and counts them and those equal to it.
@@ -170,17 +153,33 @@ void select_largest(const OrderStatisticsArgs& args, Part* parts, int64_t count,
 }
 
 void scan_scope(const OrderStatisticsArgs& args, const Space& space, int64_t scope, Part* parts, int64_t count, int threads) {
-  parallel_for(count, threads, [&](int64_t p) { gather(args, space, parts[p]); });
-  int64_t population = 0, errors = 0;
-  for (int64_t p = 0; p < count; ++p) population += parts[p].finite, errors += parts[p].errors;
-  if (args.counts) args.counts[2 * scope] = population, args.counts[2 * scope + 1] = errors;
+  KeyRange range = bracket(args, space, scope, parts[0].first, parts[count - 1].end);
+  Part all;
+  const auto gather_all = [&] {
+    parallel_for(count, threads, [&](int64_t p) { gather(args, space, range, parts[p]); });
+    all = {};
+    for (int64_t p = 0; p < count; ++p) {
+      all.finite += parts[p].finite, all.errors += parts[p].errors;
+      all.below += parts[p].below, all.kept += parts[p].kept;
+    }
+  };
+  gather_all();
+  const int64_t population = all.finite;
+  if (args.counts) args.counts[2 * scope] = population, args.counts[2 * scope + 1] = all.errors;
   if (args.thresholds) args.thresholds[scope] = NAN;
   const int64_t wanted = args.k ? larger(0, smaller(args.k[scope], population)) : 1;
   if (population == 0 || wanted == 0) return;
-  int64_t index = args.k ? population - wanted : order_index(args.numerator, args.denominator, args.rule, population);
-  Search search = joined(args, space, parts, count);
-  const KeyRange range = narrow(search, index);
-  const uint32_t key = find_key(&search, 1, range, index);
+  const int64_t index = args.k ? population - wanted : order_index(args.numerator, args.denominator, args.rule, population);
+  if (index < all.below || index >= all.below + all.kept) {
+    range = finite_keys();
+    gather_all();
+  }
+  Search searches[kMostParts];
+  for (int64_t p = 0; p < count; ++p) {
+    uint32_t* keys = space.keys + space.start(parts[p].first, args.tokens);
+    searches[p] = {keys, keys, parts[p].kept};
+  }
+  const uint32_t key = find_key(searches, count, range, index - all.below, threads);
   if (args.thresholds) args.thresholds[scope] = from_order_key(key);
   if (args.k) select_largest(args, parts, count, key, wanted, threads);
 }
@@ -203,14 +202,14 @@ void order_statistics(const OrderStatisticsArgs& args, int threads) {
   const auto first = [&](int64_t scope) { return args.begin ? args.begin[scope] : scope; };
   if (args.scopes > 1) {
     return parallel_for(args.scopes, threads, [&](int64_t scope) {
-      Part part = {first(scope), first(scope + 1), 0, 0, 0, 0};
+      Part part = {first(scope), first(scope + 1)};
       scan_scope(args, space, scope, &part, 1, 1);
     });
   }
   // All threads share the parts of the only scope.
-  const int64_t segments = args.scopes == 1 ? first(1) - first(0) : 0, count = smaller(segments, kMostParts);
+  const int64_t segments = args.scopes == 1 ? first(1) - first(0) : 0, count = larger(1, smaller(segments, kMostParts));
   for (int64_t p = 0; p < count; ++p) {
-    space.parts[p] = {first(0) + segments * p / count, first(0) + segments * (p + 1) / count, 0, 0, 0, 0};
+    space.parts[p] = {first(0) + segments * p / count, first(0) + segments * (p + 1) / count};
   }
   if (args.scopes == 1) scan_scope(args, space, 0, space.parts, count, threads);
 }

@@ -14,14 +14,12 @@ def draws_of(numbers: torch.Tensor, seed: int) -> torch.Tensor:
     return _shifted(_mixed(z, (30, first), (27, second), 31), 11)
 
 
-def draws_of_places(tokens: torch.Tensor, seed: int) -> torch.Tensor:
-    """A pseudo-random int32 for every place of ``tokens``, no two of which are equal."""
-    # No two seeds of 64 bits have one key, because the factor of the square is even; without the square, seeds of
-    # opposite sign would draw alike.
+def key_of_places(seed: int) -> tuple[int, int]:
+    """The factor, which is odd, and the offset, of 32 bits each, with which places draw; no two seeds of 64 bits have
+    the same."""
+    # The factor of the square is even; without the square, seeds of opposite sign would draw alike.
     key = seed * (2 * seed * _SPREAD + 1442695040888963407)
-    z = torch.arange(tokens.numel(), dtype=torch.int32, device=tokens.device)
-    z.mul_(_signed(key // 2**32 * 2 + 1, 32)).bitwise_xor_(_signed(key, 32))
-    return _mixed(z, (16, 569420461), (15, -749064809), 15)
+    return (key // 2**32 * 2 + 1) % 2**32, key % 2**32
 
 
 def _mixed(z: torch.Tensor, first: tuple[int, int], second: tuple[int, int], last: int) -> torch.Tensor:

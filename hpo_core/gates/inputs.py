@@ -14,11 +14,19 @@ import torch
 
 from .. import ops
 from ..arguments import check_compat, examines, parameter_names
-from ..batch import PackedBatch, alone_without, renumber, row_counts, spread_rows, takes_padded, valid_tokens
+from ..batch import (
+    PackedBatch,
+    alone_without,
+    renumber,
+    row_counts,
+    rows_of_tokens,
+    spread_rows,
+    takes_padded,
+    valid_tokens,
+)
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
-from ..distributed import sum_in_order
-from ..specs import GroupStatistics, OrderRule
-from .draws import draws_of_places
+from ..specs import GroupStatistics, OrderRule, TokenDraw
+from .draws import key_of_places
 from .ratio_gate import GateInputs
 from .token_level import check_epsilons
 
@@ -200,15 +208,10 @@ def clip_cov_mask(
     check(low <= high, "low: expected low <= high, got {} and {}", low, high)
     check_epsilons(eps_low, eps_high)
     check_policies(batch, logp, old_logp)
-    is_per_token, values = _advantages(advantages, batch, advantage_level)
-    covariance, counted, n = _covariance(logp, is_per_token, values, batch)
-    ratio = (logp.detach() - old_logp).exp()
-    least = torch.zeros_like(values, dtype=ratio.dtype).masked_fill(values < 0, 1 - eps_low)
-    most = torch.full_like(values, torch.inf, dtype=ratio.dtype).masked_fill(values > 0, 1 + eps_high)
-    if not is_per_token:
-        least, most = (spread_rows(bound, batch, 0.0) for bound in (least, most))
-    eligible = counted & (ratio >= least) & (ratio <= most) & (covariance > low) & (covariance < high)
-    return GateInputs(token_mask=~_greatest(draws_of_places(logp, seed), eligible, share, batch, n))
+    least = math.log1p(-eps_low) if eps_low < 1 else -math.inf
+    bounds = (low, high, least, math.log1p(eps_high))
+    draw = TokenDraw(old_logp.detach().float().contiguous(), bounds, *key_of_places(seed))
+    return GateInputs(token_mask=~_greatest(logp, advantages, batch, advantage_level, share, draw))
 
 
 @of_tokens
@@ -231,8 +234,8 @@ def kl_cov_mask(
     >>> kl_cov_mask(torch.tensor([-0.1, -6.0, -0.1, -5.0]), torch.tensor([2.0, -2.0]), batch).penalty_mask
     tensor([ True, False, False, False])
     """
-    covariance, counted, n = _covariance(logp, *_advantages(advantages, batch, advantage_level), batch)
-    return GateInputs(penalty_mask=_greatest(covariance, counted, share, batch, n))
+    check_policies(batch, logp)
+    return GateInputs(penalty_mask=_greatest(logp, advantages, batch, advantage_level, share, TokenDraw()))
 
 
 @of_tokens
@@ -396,29 +399,17 @@ def _advantages(advantages: torch.Tensor, batch: PackedBatch, level: str | None)
     return batch.of_level("advantages", advantages, level, (batch.total_tokens,))
 
 
-def _covariance(
-    logp: torch.Tensor, is_per_token: bool, advantages: torch.Tensor, batch: PackedBatch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The covariance of advantage and log-probability ``[T]``, which tokens count, because both are numbers, and how
-    many; what the others have means nothing."""
-    check_policies(batch, logp)
-    known = advantages.abs() < torch.inf
-    inside = known if is_per_token else spread_rows(known, batch, False)
-    counted = valid_tokens(batch) & inside & (logp.detach().abs() < torch.inf)
-    members = counted if is_per_token else row_counts(batch, counted)
-    n = members.sum()
-    own, centred = advantages.detach().double(), logp.detach().to(torch.float64, copy=True)
-    own = own.masked_fill(members == 0, 0.0)
-    own = own - sum_in_order(own * members) / n.clamp(min=1)
-    centred.sub_(sum_in_order(centred.masked_fill_(~counted, 0.0)) / n.clamp(min=1))
-    return centred.mul_(own if is_per_token else spread_rows(own, batch, 0.0)), counted, n
-
-
 def _greatest(
-    key: torch.Tensor, eligible: torch.Tensor, share: float, batch: PackedBatch, n: torch.Tensor
+    logp: torch.Tensor, advantages: torch.Tensor, batch: PackedBatch, level: str | None, share: float, draw: TokenDraw
 ) -> torch.Tensor:
-    """The ``max(1, floor(share n))`` eligible tokens of n with the greatest float32 key, equal ones in order."""
+    """The ``max(1, floor(share n))`` tokens of n with the greatest covariance, or of those that may be drawn with the
+    greatest numbers; equal ones in order."""
     check(0 <= share <= 1, "share: expected a number in [0, 1], got {}", share)
-    wanted = (share * n.double()).floor().clamp(min=1).long().reshape(1)
-    segments = ops.segments_of_call(batch.cu_seqlens, key.numel())
-    return ops.select_exact(key.float(), segments, torch.zeros_like(segments[1:]), wanted, None, eligible, None)
+    is_per_token, values = _advantages(advantages, batch, level)
+    unit, mask = (None, valid_tokens(batch)) if is_per_token else (batch.once(rows_of_tokens), batch.mask)
+    values = values.detach().float().contiguous()
+    logp = logp.detach().float().contiguous()
+    keys, n = ops.covariance(logp, values, unit, mask, *draw, None)
+    wanted = (share * n.double()).floor().clamp(min=1).long()
+    segments = ops.segments_of_call(batch.cu_seqlens, keys.numel())
+    return ops.select_exact(keys, segments, torch.zeros_like(segments[1:]), wanted, None, None, None)

@@ -2,6 +2,7 @@
 
 from .advantages import group_normalise
 from .corrections import correction
+from .covariance import covariance
 from .entropy import order_statistic, select, select_top, window_score
 from .gates import policy_loss, policy_loss_and_grad
 from .library import is_traced
@@ -13,6 +14,7 @@ from .segments import group_statistics, recurrence, row_counts, row_spans
 
 __all__ = [
     "correction",
+    "covariance",
     "group_normalise",
     "group_statistics",
     "interpolated",

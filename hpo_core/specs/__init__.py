@@ -19,7 +19,7 @@ from .advantages import (
     Scale,
     Share,
 )
-from .entropy import INDEX_RULES, Boundary, Invalid, OrderRule, Scopes, WindowAggregate
+from .entropy import INDEX_RULES, Boundary, Invalid, OrderRule, Scopes, TokenDraw, WindowAggregate
 from .gates import (
     MOST_ROW_CORRECTIONS,
     Action,
@@ -88,6 +88,7 @@ __all__ = [
     "Stage",
     "Statistic",
     "TermSpec",
+    "TokenDraw",
     "TokenGate",
     "Unit",
     "WindowAggregate",

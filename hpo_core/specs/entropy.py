@@ -48,6 +48,15 @@ class Scopes(NamedTuple):
         return (self.offsets if self.begin is None else self.begin).shape[0] - 1
 
 
+class TokenDraw(NamedTuple):
+    """A draw among tokens by their terms of the covariance and their log-ratios; the default is none."""
+
+    old_logp: torch.Tensor | None = None  # [T]
+    bounds: tuple[float, ...] = (0.0,) * 4  # of terms from and to, of log-ratios where A < 0 from, where A > 0 to
+    factor: int = 1  # this and the offset are of 32 bits, see key_of_places
+    offset: int = 0
+
+
 class OrderRule(enum.IntEnum):
     """Which ascending 0-based order statistic of n values stands for the quantile q."""
 

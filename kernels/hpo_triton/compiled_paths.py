@@ -46,7 +46,19 @@ from ..specs import (
     Unit,
     WindowAggregate,
 )
-from . import advantages, corrections, entropy, gates, groups, logprobs, loss_from_logits, scale, scopes, segments
+from . import (
+    advantages,
+    corrections,
+    covariance,
+    entropy,
+    gates,
+    groups,
+    logprobs,
+    loss_from_logits,
+    scale,
+    scopes,
+    segments,
+)
 
 TOKENS, ROWS = 2048, 4
 
@@ -197,6 +209,8 @@ def paths() -> Iterator[NamedCall]:
     yield "order_statistics", lambda: _scopes(exact=False)
     yield "select_exact", lambda: _scopes(exact=True)
     yield "select", lambda: _select(strict=False, tokens=True)
+    yield "covariance", lambda: _covariance(draws=False)
+    yield "covariance, draw", lambda: _covariance(draws=True)
     yield "group_normalise", lambda: _groups(ROWS, (GroupTerm(),))
     yield "group_normalise, batch", lambda: _groups(ROWS, (BATCH,), masked=True)
     yield "group_normalise, all terms", lambda: _groups(ROWS, ALL_TERMS, Share.DEVIATION, masked=True, weighted=True)
@@ -249,6 +263,7 @@ def every_path() -> Iterator[NamedCall]:
             yield f"order {rule.name} {strict}", lambda a=(rule, strict): entropy.select_top(_floats(TOKENS), 4, 5, *a)
     for strict, tokens in itertools.product((False, True), repeat=2):
         yield f"select {strict} {tokens}", lambda a=(strict, tokens): _select(*a)
+    yield "covariance, unaligned", lambda: _covariance(draws=True, aligned=False)
     yield "row_counts", lambda: segments.row_counts(None, _masked().cu_seqlens, TOKENS)
     rules = itertools.product(Center, Scale, EpsMode)
     terms = [GroupTerm(center, scale, eps_mode=mode) for center, scale, mode in rules] + [GroupTerm(part=Part.MEAN)]
@@ -289,6 +304,12 @@ def _select(strict: bool, tokens: bool) -> torch.Tensor:
     batch = _masked()
     packed = (batch.mask, batch.cu_seqlens) if tokens else (None, None)
     return entropy.select(batch.logp, _floats(1), strict, *packed)
+
+
+def _covariance(draws: bool, aligned: bool = True) -> None:
+    logp = _floats(TOKENS) if aligned else _floats(TOKENS + 1)[1:]
+    given = (_floats(ROWS), _integers(TOKENS).int(), _bools(TOKENS), logp if draws else None)
+    covariance.covariance(logp, *given, (-1.0, 1.0, -1.0, 1.0), 1, 0)
 
 
 def _groups(

@@ -317,6 +317,27 @@ struct OrderStatisticsArgs {
   void* workspace;    // order_statistics_workspace(tokens, segments) bytes, any content
 };
 
+// Which tokens are drawn by their terms of the covariance, and how.
+struct CovarianceDraw {
+  const float* old_logp;    // [tokens]; null: nothing is drawn
+  double low, high;         // of terms, which lie between them
+  double least, most;       // of the log-ratios of tokens with an advantage below 0, and above 0
+  uint32_t factor, offset;  // of the pseudo-random numbers of places
+};
+
+// The terms of the covariance of log-probability and advantage, over the members: unmasked tokens where both are finite.
+struct CovarianceArgs {
+  int64_t tokens, units;
+  const float* logp;        // [tokens]
+  const float* advantages;  // [units]
+  const int32_t* unit;      // [tokens], in [0, units), others are in no unit; null: token t is unit t
+  const uint8_t* mask;      // [tokens] or null
+  CovarianceDraw draw;
+  float* keys;       // [tokens]: the terms, or the numbers of the tokens that may be drawn; -inf elsewhere
+  int64_t* members;  // [1], the number of them
+  void* workspace;   // covariance_workspace(tokens) bytes, any content
+};
+
 // What order_statistic leaves to select.
 inline SelectArgs selection_of(const OrderStatisticArgs& args) {
   return {args.tokens, args.rows, args.values, args.mask, args.cu_seqlens, args.threshold, args.strict, args.selected};
@@ -396,6 +417,8 @@ int hpo_window_score(const hpo::WindowArgs* args, int64_t context);
 int64_t hpo_order_statistic_workspace(int64_t tokens);
 int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context);
 int hpo_select(const hpo::SelectArgs* args, int64_t context);
+int64_t hpo_covariance_workspace(int64_t tokens);
+int hpo_covariance(const hpo::CovarianceArgs* args, int64_t context);
 int64_t hpo_order_statistics_workspace(int64_t tokens, int64_t segments);
 int hpo_order_statistics(const hpo::OrderStatisticsArgs* args, int64_t context);
 int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context);

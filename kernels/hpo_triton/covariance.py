@@ -1,0 +1,149 @@
+"""The terms of the covariance of advantage and log-probability, and a draw among tokens by their terms.
+
+The definition is hpo_core/reference/covariance.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import aligned, kernel, launch, programs_for
+from .math import clamp, is_finite
+from .rows import TILE, load, store
+
+PROGRAMS = tl.constexpr(512)  # at least those of a sweep
+SUMS = tl.constexpr(3)  # of a program: members, log-probabilities and advantages
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+class Members(NamedTuple):
+    """A tile of tokens, whose numbers are 0 unless they are members."""
+
+    logp: tl.tensor
+    advantage: tl.tensor
+    valid: tl.tensor
+
+
+@triton.jit
+def _members(logp, advantages, unit, mask, token, tokens, units, whole, ALIGNED: tl.constexpr):
+    of_token = token
+    if unit is not None:
+        of_token = load(unit, token, tokens, whole, ALIGNED).to(tl.int64)
+    valid = (token < tokens) & (of_token >= 0) & (of_token < units)
+    if mask is not None:
+        valid &= load(mask, token, tokens, whole, ALIGNED)
+    x = load(logp, token, tokens, whole, ALIGNED)
+    advantage = tl.load(advantages + of_token, mask=valid, other=0.0)
+    valid &= is_finite(x) & is_finite(advantage)
+    return Members(tl.where(valid, x, 0.0), tl.where(valid, advantage, 0.0), valid)
+
+
+@kernel
+def _sum_members(
+    logp,
+    advantages,
+    unit,  # or None: each token is a unit
+    mask,  # or None
+    sums,  # [SUMS, PROGRAMS] float64
+    tokens: tl.int64,
+    units: tl.int64,
+    ALIGNED: tl.constexpr,
+):
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    count = tl.zeros([TILE], tl.int32)
+    of_logp = tl.zeros([TILE], tl.float64)
+    of_advantages = tl.zeros([TILE], tl.float64)
+    for tile in range(program, tl.cdiv(tokens, TILE), programs):
+        token = tile * TILE + tl.arange(0, TILE)
+        given = _members(logp, advantages, unit, mask, token, tokens, units, (tile + 1) * TILE <= tokens, ALIGNED)
+        count += given.valid.to(tl.int32)
+        of_logp += given.logp.to(tl.float64)
+        of_advantages += given.advantage.to(tl.float64)
+    tl.store(sums + program, tl.sum(count).to(tl.float64))
+    tl.store(sums + PROGRAMS + program, tl.sum(of_logp))
+    tl.store(sums + 2 * PROGRAMS + program, tl.sum(of_advantages))
+
+
+@triton.jit
+def _draw_of_place(token, factor, offset):
+    """A pseudo-random number of the place of a token, no two of which are equal before they are rounded."""
+    z = (token.to(tl.uint32) * factor.to(tl.uint32)) ^ offset.to(tl.uint32)
+    z = (z ^ (z >> 16)) * 569420461
+    z = (z ^ (z >> 15)) * 3545902487
+    return (z ^ (z >> 15)).to(tl.int32, bitcast=True).to(tl.float32)
+
+
+@kernel
+def _write_keys(
+    logp,
+    advantages,
+    unit,
+    mask,
+    old_logp,  # or None: keys are terms
+    sums,
+    keys,
+    members,
+    tokens: tl.int64,
+    units: tl.int64,
+    low: tl.float64,
+    high: tl.float64,
+    least: tl.float64,
+    most: tl.float64,
+    factor: tl.int64,
+    offset: tl.int64,
+    ALIGNED: tl.constexpr,
+):
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    each = tl.arange(0, PROGRAMS)
+    n = tl.sum(tl.load(sums + each, mask=each < programs, other=0.0))
+    divisor = tl.maximum(n, 1.0)
+    mean_logp = tl.sum(tl.load(sums + PROGRAMS + each, mask=each < programs, other=0.0)) / divisor
+    mean_advantage = tl.sum(tl.load(sums + 2 * PROGRAMS + each, mask=each < programs, other=0.0)) / divisor
+    if program == 0:
+        tl.store(members, n.to(tl.int64))
+    for tile in range(program, tl.cdiv(tokens, TILE), programs):
+        token = tile * TILE + tl.arange(0, TILE)
+        whole = (tile + 1) * TILE <= tokens
+        given = _members(logp, advantages, unit, mask, token, tokens, units, whole, ALIGNED)
+        term = (given.advantage.to(tl.float64) - mean_advantage) * (given.logp.to(tl.float64) - mean_logp)
+        if old_logp is None:
+            has_key = given.valid
+            key = clamp(term, -LARGEST, LARGEST).to(tl.float32)
+        else:  # PPO leaves the ratio as it is, and the term is between the bounds
+            log_ratio = given.logp.to(tl.float64) - load(old_logp, token, tokens, whole, ALIGNED).to(tl.float64)
+            passes = tl.where(given.advantage < 0.0, log_ratio >= least, log_ratio == log_ratio)
+            passes &= (given.advantage <= 0.0) | (log_ratio <= most)
+            has_key = given.valid & passes & (term > low) & (term < high)
+            key = _draw_of_place(token, factor, offset)
+        store(keys, token, tl.where(has_key, key, float("-inf")), tokens, whole, ALIGNED)
+
+
+def covariance(
+    logp: torch.Tensor,
+    advantages: torch.Tensor,
+    unit_of_token: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    old_logp: torch.Tensor | None,
+    bounds: Sequence[float],
+    factor: int,
+    offset: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(A_t - mean A) (logp_t - mean logp)`` of the members, or numbers of those that may be drawn, ``[T]``, and how
+    many members there are, ``[1]``."""
+    tokens, units = logp.numel(), advantages.numel()
+    keys = torch.empty_like(logp)
+    members = torch.empty(1, dtype=torch.int64, device=logp.device)
+    sums = torch.empty((SUMS.value, PROGRAMS.value), dtype=torch.float64, device=logp.device)
+    given, programs = (logp, advantages, unit_of_token, mask), programs_for(tokens, TILE.value)
+    is_aligned = aligned(logp, unit_of_token, mask, old_logp)
+    launch(_sum_members, programs, *given, sums, tokens, units, ALIGNED=is_aligned)
+    launch(
+        _write_keys, programs, *given, old_logp, sums, keys, members, tokens, units, *bounds, factor, offset,
+        ALIGNED=is_aligned,
+    )  # fmt: skip
+    return keys, members

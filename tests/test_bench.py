@@ -55,4 +55,4 @@ def test_every_loss_of_verl_stands_beside_a_preset():
     algorithms = pytest.importorskip("verl.trainer.ppo.core_algos")
     theirs = {name for name in algorithms.POLICY_LOSS_REGISTRY if not name.startswith("hpo_")}
     assert theirs - {"bypass_mode"} <= {peer.name for peer in peers_presets.VERL.values()}
-    assert {name.partition(bench_presets.MADE)[0] for name in peers_presets.VERL} <= set(bench_presets.PRESETS)
+    assert {name.partition(",")[0] for name in peers_presets.VERL} <= set(bench_presets.PRESETS)

@@ -67,7 +67,8 @@ struct Sweeps {
   }
 
   void classify_masks(const Block& block, Scratch& scratch) const {
-    if (!call.args.mask) return;
+    scratch.masked[0] = Masked::some;  // a short block takes longer to classify than to read
+    if (!call.args.mask || block.tokens < 2 * kWorthwhileRow) return;
     int tile = 0;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int end) {
       scratch.masked[tile++] = masked_tokens(call.args.mask, at + begin, end - begin);

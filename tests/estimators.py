@@ -109,10 +109,13 @@ CASES = {
     "treepo_plain": lambda g: A.treepo(g.reward, prefixes(g), by_size=False, drop_flat=True, backend=g.backend),
     "rose": lambda g: A.rose(g.reward, prefixes(g), backend=g.backend),
     "rose_shared": lambda g: A.rose(g.reward, prefixes(g), shared=True, backend=g.backend),
+    "treerl": lambda g: A.treerl(g.reward, prefixes(g), backend=g.backend),
+    "treerl_code": lambda g: A.treerl(g.reward, prefixes(g), compat="code", backend=g.backend),
     "treepo_segments": lambda g: A.treepo_segments(g.reward, prefixes(g), decay=0.9, backend=g.backend),
     "rose_length_penalty": penalised,
     "mars2": lambda g: A.mars2(g.reward, g.tensor(hierarchies.parents(g.units)), g.group, backend=g.backend),
     "g2rpo": lambda g: A.g2rpo(g.reward, g.group, **g.rest),
+    "unlikeliness": lambda g: A.unlikeliness(g.reward, g.group, g.number, penalty=0.5, **g.rest),
     "arena": lambda g: A.arena((g.length / 2).floor(), g.group, **g.rest),
     "pass_at_k": lambda g: A.pass_at_k(g.flag, g.group, 2, **g.rest),
     "grpo_passk": lambda g: A.grpo_passk(g.reward, g.group, **g.rest),
@@ -127,6 +130,7 @@ CASES = {
     "mc_grpo": lambda g: A.mc_grpo(g.reward, g.group, **g.rest),
     "adora": lambda g: A.adora(g.reward, g.group, g.length, g.flag, **g.rest),
     "real": lambda g: A.real(g.flag, g.group, g.reward, temperature=0.7, **g.rest),
+    "tpo": lambda g: A.tpo(g.reward, g.group, 3 * g.number, g.length / 4, temperature=0.7, **g.rest),
     "aspo_shaping": lambda g: A.aspo_shaping(g.reward, g.group, g.number, g.length, g.flag, backend=g.backend),
     "spo_single_stream": lambda g: A.spo_single_stream(g.reward, g.number, **g.rest),
     "gae": lambda g: A.step_gae(
@@ -162,7 +166,7 @@ CASES = {
 COMPOSED = (
     *("sgrpo_reward_sum", "sgrpo_hierarchical_sum", "treepo_segments", "rose_length_penalty", "grpo_passk", "hila"),
     *("tool_star", "thor", "hi_agent", "a2fm_apo", "sgrpo_credits", "unidoc_rl", "icpo", "datarus", "craft_gui"),
-    *("tree_grpo", "grpo_leave_one_out"),
+    *("tree_grpo", "grpo_leave_one_out", "unlikeliness", "treerl_code", "tpo"),
 )
 
 # Cases that together start every kernel of Triton with every structure that any case starts it with.

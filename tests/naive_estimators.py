@@ -352,6 +352,16 @@ def g2rpo(u):
     return out
 
 
+def unlikeliness(u):
+    worth = u.reward.copy()
+    for places in groups_of(ids(u.group), u.mask).values():
+        for place in places:
+            less = sum(u.number[other] < u.number[place] for other in places)
+            equal = sum(u.number[other] == u.number[place] for other in places)
+            worth[place] *= 1 - 0.5 * (less + (equal - 1) / 2) / len(places)
+    return z(worth, ids(u.group), u.mask)
+
+
 def arena(u):
     ranks = np.floor(u.length / 2)
     worth = np.zeros(len(ranks))
@@ -439,6 +449,17 @@ def real(u):
             powers = [math.exp(-sign * u.reward[p] / 0.7) for p in side]
             for place, power in zip(side, powers, strict=True):
                 out[place] = sign * len(places) * power / (1 + sum(powers)) / 0.7 * all(map(len, sides))
+    return out
+
+
+def tpo(u):
+    out = np.zeros(len(u.reward))
+    tilt = z(u.reward, ids(u.group), u.mask, ddof=0, eps=0)
+    for places in groups_of(ids(u.group), u.mask).values():
+        old = [math.exp(u.length[p] / 4 + tilt[p] / 0.7) for p in places]
+        new = [math.exp(3 * u.number[p]) for p in places]
+        for place, before, now in zip(places, old, new, strict=True):
+            out[place] = len(places) * (before / sum(old) - now / sum(new))
     return out
 
 

@@ -1,5 +1,6 @@
 """Estimators of steps, trees and critics as loops, from their papers' formulas; the batch is naive_estimators.Units."""
 
+import itertools
 import math
 
 import numpy as np
@@ -208,21 +209,41 @@ def treepo_plain(u):
     return treepo(u, by_size=False, drop_flat=True)
 
 
-def rose(u, shared=False):
+def of_leaves(u):
+    """Values of the nodes above each leaf and of the leaf, how many leaves share each, and which leaves have all."""
     values, sizes = [], []
     for keys in prefixes(u):
         mean, size = np.zeros(len(u.reward)), np.ones(len(u.reward))
         for places in groups_of(keys).values():
             mean[places], size[places] = u.reward[places].mean(), len(places)
         values.append(mean), sizes.append(size)
-    values.append(u.reward), sizes.append(np.ones(len(u.reward)))
     known = np.array([key is not None for key in prefixes(u)[-1]])
+    return [*values, u.reward], [*sizes, np.ones(len(u.reward))], known
+
+
+def rose(u, shared=False):
+    values, sizes, known = of_leaves(u)
     steps = [(b - a) / (n if shared else 1) for a, b, n in zip(values[:-1], values[1:], sizes[1:], strict=True)]
     return np.stack([np.where(known, step, 0.0) for step in steps])
 
 
 def rose_shared(u):
     return rose(u, shared=True)
+
+
+def treerl(u):
+    values, sizes, known = of_leaves(u)
+    steps = [((values[d] - values[0]) + (values[d] - values[d - 1])) / np.sqrt(sizes[d]) for d in range(1, len(values))]
+    return np.stack([np.where(known, step, 0.0) for step in steps])
+
+
+def treerl_code(u):
+    """The rewards of leaves are made relative to the others first; then nodes are divided, and then subtracted."""
+    u = u._replace(reward=rloo(u._replace(mask=np.ones(len(u.reward), bool))))
+    values, sizes, known = of_leaves(u)
+    nodes = [value / np.sqrt(size) for value, size in zip(values, sizes, strict=True)]
+    steps = [(below - above) + below for above, below in itertools.pairwise(nodes)]
+    return np.stack([np.where(known, step, 0.0) for step in steps])
 
 
 def treepo_segments(u, decay=0.9):

@@ -265,7 +265,7 @@ def test_the_pages_say_the_same_and_what_was_run():
     said = {}
     for cells in (line.strip("| ").split(" | ") for line in (rows + tokens).splitlines() if line.startswith("| `")):
         said |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), cells[-1])
-    ran = set(re.findall(r"`(\w+)", rest.partition("\n\nWhat was found")[0]))
+    ran = set(re.findall(r"`(\w+)", rest.partition("\n\nDefects found")[0]))
     for name, function in functions(advantages).items():
         if function.level != "selection":
             assert said.pop(name, None) == function.provenance.name.lower(), f"{name} in the table of its page"

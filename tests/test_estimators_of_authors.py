@@ -8,7 +8,7 @@ import torch
 from by_hand import close, on
 from estimators import Given
 
-from hpo_core import advantages, testing
+from hpo_core import PackedBatch, advantages, aggregation, gates, policy_loss, testing
 from hpo_core.advantages import reconstructed
 
 A, R = advantages, reconstructed
@@ -203,3 +203,66 @@ def test_maxrl_of_a_mean_that_is_not_above_0_is_0(backend, options):
     for own in (b, {"backend": "reference"}):
         out = A.maxrl(rewards, ids, **options, **own)
         assert not out[:7].any() and out[7] > 0 > out[8]
+
+
+def test_unlikeliness_is_the_authors_and_ties_share_their_ranks(backend):
+    """Their _compute_advantages with rank_penalty=0.25."""
+    t, b = on(backend)
+    r, ids, likelihoods = t(1.0, 1, 0, 0, 1, 1, 1), t(0, 0, 0, 0, 1, 1, 2), t(-0.2, -0.9, -0.5, -0.1, -0.3, -0.7, -0.4)
+    found = [0.747240, 0.977160, -0.862200, -0.862200, -0.707099, 0.707099]
+    close(A.unlikeliness(r, ids, likelihoods, **b), [*found, 0])
+    close(A.unlikeliness(r, ids, likelihoods, singleton="raw", **b), [*found, 0.999999])
+    tied = A.unlikeliness(r[:5], None, t(-0.2, -0.2, -0.2, math.nan, -math.inf), eps=0.0, penalty=0.75, **b)
+    unscored = A.unlikeliness(t(1.0, 1, 0, math.nan), None, t(-0.2, -0.9, -0.5, -9.0), **b)
+    close(unscored, [*A.unlikeliness(r[:3], None, likelihoods[:3], **b).tolist(), 0])  # it is less likely than nobody
+    close(tied, [0.577350, 0.577350, -1.154701, 0, 0])  # both right ones are worth 3 / 4: k is 1 of n = 3
+
+
+def test_treerl_is_the_authors(backend):
+    """Their tree with use_state_value_reward and use_weighted_value, at nodes whose local advantage is not 0."""
+    t, b = on(backend)
+    r, prefixes = t(1.0, 0, 0.5, 0, 0.25), [t(0, 0, 0, 0, 0), t(4, 4, 7, 7, 7)]
+    lead, third = 0.15, 0.1  # V - V_root of both inner nodes: .5 and .25 of .35
+    close(
+        A.treerl(r, prefixes, **b),
+        [
+            [2 * lead / math.sqrt(2)] * 2 + [-2 * third / math.sqrt(3)] * 3,
+            [0.65 + 0.5, -0.35 - 0.5, 0.15 + 0.25, -0.35 - 0.25, -0.1],
+        ],
+    )
+    r, prefixes = t(1.0, 0, 1, 0.5, 0, 0.25), [t(0, 0, 0, 0, 0, 0), t(0, 0, 1, 2, 2, 2)]
+    out = A.treerl(r, prefixes, compat="code", **b)
+    close(out[0], [0.070711, 0.070711, 1.3, -0.288675, -0.288675, -0.288675])
+    # Below the third leaf's node nothing branches: the authors take 1.3 again, from a local advantage of 0.
+    close(out[1], [1.264645, -1.135355, 0.65, 0.244338, -0.955662, -0.355662])
+
+
+def test_tpo_is_the_authors_and_0_at_the_target(backend):
+    """Three times the negative gradient of their cross-entropy, by the log-probabilities of the responses."""
+    t, b = on(backend)
+    r, now, old = t(1.0, 0, 0.5), t(-2.5, -2, -3), t(-3.0, -2, -4)
+    close(A.tpo(r, None, now, old, **b), [1.312575, -0.995105, -0.317469])
+    close(A.tpo(r, None, now, old, temperature=0.5, **b), [1.930057, -1.461660, -0.468398])
+    reached = old + t(1.0, -1, 0) * math.sqrt(1.5) - 7  # a constant of the prompt changes no softmax
+    assert A.tpo(r, None, reached, old, **b).abs().max() < 1e-6
+    assert not A.tpo(t(0.5, 0.5, 0.5), None, old, old, **b).any()
+    lost = A.tpo(t(1.0, 0, 1, 0), t(0, 0, 0, 1), t(-1.0, -1, math.nan, -1), t(-1.0, -1, -1, -1), **b)
+    close(lost, [math.tanh(1), -math.tanh(1), 0, 0])
+    lost = A.tpo(t(1.0, 0, 1, 0), None, t(-1.0, -1, -1, -1), t(-1.0, -1, math.nan, -math.inf), **b)
+    close(lost, [math.tanh(1), -math.tanh(1), 0, 0])
+    far = A.tpo(t(1.0, 0), None, t(-9000.0, -100), t(-9000.0, -100), **b)
+    assert far.tolist() == [0, 0]  # q and p are 1 of the second response, whatever its reward
+
+
+def test_tpo_has_the_gradient_of_the_cross_entropy():
+    batch, ids = PackedBatch.from_lengths([2, 3, 1, 2]), torch.tensor([0, 0, 1, 1])
+    logp = torch.linspace(-2, -0.1, 8, dtype=torch.float64).requires_grad_()
+    old, r = torch.tensor([-2.0, -3, -1, -1], dtype=torch.float64), torch.tensor([1.0, 0, 0, 1], dtype=torch.float64)
+    rows = torch.stack([part.sum() for part in logp.split([2, 3, 1, 2])])
+    target = (old.view(2, 2) + torch.tensor([[1.0, -1.0], [-1.0, 1.0]])).softmax(1)
+    (-(target * rows.view(2, 2).log_softmax(1)).sum(1).mean()).backward()
+    expected, logp.grad = logp.grad, None
+    given = {"advantages": A.tpo(r, ids, rows, old, backend="reference"), "backend": "reference"}
+    weights = aggregation.seq_mean_token_sum(batch)
+    policy_loss(logp, None, batch=batch, gate=gates.reinforce(), weights=weights, **given).loss.backward()
+    torch.testing.assert_close(logp.grad, expected)

@@ -515,3 +515,50 @@ def test_m2po_bounds_of_no_tokens_and_wrong_numbers():
     assert gates.m2po_bounds(nothing, nothing, nothing, hpo.PackedBatch.from_lengths([])).bounds[0].numel() == 0
     with pytest.raises(ValueError, match="budget: expected a mean square >= 0, got -1"):
         gates.m2po_bounds(*torch.zeros(3, 1), hpo.PackedBatch.from_lengths([1]), budget=-1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gepo_expects_what_a_loop_over_responses_does(seed):
+    """Trajectories of several rows, rows without tokens, prompts that are none, NaN where masked and where not."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 5, (9,), generator=draw)
+    mask = torch.rand(int(lengths.sum()), generator=draw) < 0.8
+    trajectory = torch.tensor([3, 3, 1, 0, 7, 7, 2, 9, 4]) if seed % 2 else torch.arange(9)
+    group = torch.tensor([5, 5, 5, -1, 2, 2, 2, -1, 5])
+    old_logp = -3 * torch.rand(mask.numel(), generator=draw)
+    lost = torch.rand(mask.numel(), generator=draw) < 0.1
+    old_logp[lost] = -math.inf
+    old_logp[~mask] = math.nan
+    batch = hpo.PackedBatch.from_lengths(lengths, mask=mask, group_ids=group, trajectory_ids=trajectory)
+    row = torch.arange(9).repeat_interleave(lengths)
+    q, prompt = {}, {}
+    for one in trajectory.unique().tolist():
+        own = old_logp[mask & ~lost & (trajectory[row] == one)].double()
+        prompt[one] = int(group[trajectory == one][0])
+        if own.numel():
+            q[one] = float(own.mean().exp())
+    expected = torch.where(mask, old_logp, 0.0)
+    for at in (mask & ~lost).nonzero()[:, 0].tolist():
+        one = int(trajectory[row[at]])
+        together = [q[other] for other in q if other == one or prompt[other] == prompt[one] >= 0]
+        expected[at] = math.log(sum(x * x for x in together) / sum(together))
+    torch.testing.assert_close(gates.gepo_old_logp(old_logp, batch), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gepo_is_the_authors_and_keeps_the_shape_of_a_padded_batch():
+    """Their loss of online_rl.py with loss_type "gepo", epsilons of 0.2 and 0.4, on a device with one prompt."""
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+    old = torch.tensor([[-0.5, -1.0, -0.25], [-2.0, -1.5, math.nan], [-0.75, math.nan, math.nan]])
+    x = torch.tensor([[0.25, -0.5, 0.5], [-0.25, 0.5, 0.0], [0.125, 0.0, 0.0]])
+    logp = (torch.where(mask, old, -1.0) + x).requires_grad_()
+    batch = hpo.PackedBatch.from_padded(mask, group_ids=torch.zeros(3, dtype=torch.int64))
+    denominator = gates.gepo_old_logp(old, batch)
+    assert denominator.shape == mask.shape and not denominator[~mask].any()
+    weights = hpo.aggregation.seq_mean_token_mean(batch)
+    given = (torch.tensor([1.0, -0.5, 2.0]), batch, gates.gspo(0.2, 0.4))
+    out = hpo.policy_loss(logp, denominator, *given, weights=weights)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(-1.058661, abs=1e-6)
+    assert logp.grad[mask].tolist() == pytest.approx([-0.143701, -0.143701, -0.143701, 0.0, 0.0, -0.760892], abs=1e-6)
+    with pytest.raises(ValueError, match=r"^batch: GEPO .* pass group_ids \[S\] to PackedBatch"):
+        gates.gepo_old_logp(old, hpo.PackedBatch.from_padded(mask))

@@ -396,9 +396,9 @@ def test_the_weight_of_an_expert_token():
     assert not weight.requires_grad
 
 
-@pytest.mark.parametrize("name", ["gvpo", "a_po"])
+@pytest.mark.parametrize("name", ["gvpo", "a_po", "flowrl"])
 def test_regressions_are_reinforce_with_other_advantages(name):
-    """docs/which_method.md: the squares that are minimised, and what they are as advantages."""
+    """docs/compositions.md: the squares that are minimised, and what they are as advantages."""
     draw, ids, beta, values = torch.Generator().manual_seed(0), torch.tensor([0, 0, 0, 1, 1, 1]), 0.3, 0.4
     batch = hpo.PackedBatch.from_lengths([3, 1, 4, 2, 5, 2])
     old = -torch.rand(17, generator=draw, dtype=torch.float64)
@@ -412,6 +412,13 @@ def test_regressions_are_reinforce_with_other_advantages(name):
         loss = sum((0.5 * each**2).sum() for each in centred) / 2
         advantages = hpo.advantages.dr_grpo(rewards - beta * fixed, ids, backend="reference")
         weights = torch.full((6,), beta / 2, dtype=torch.float64)
+    elif name == "flowrl":
+        old, log_z, w = old - 1, torch.linspace(-1, 1, 6, dtype=torch.float64), fixed.exp().clamp(max=1.2)
+        assert 0 < int((w == 1.2).sum()) < 6
+        mean = torch.stack([row.mean() for row in (logp - old).split([3, 1, 4, 2, 5, 2])])  # old: the reference
+        distance = log_z + mean - 15 * rewards
+        loss, weights = (w * distance**2).mean(), hpo.aggregation.seq_mean_token_mean(batch).double()
+        advantages = -2 * w * distance.detach()
     else:
         loss = ((beta * s - (rewards - values)) ** 2).mean()
         advantages = rewards - values - beta * fixed

@@ -46,6 +46,51 @@ def test_remax(backend, seed):
 
 
 @on_all
+def test_prime(backend, seed):
+    """Rows in no prompt, alone in it, without tokens or an outcome; a process reward that is none."""
+    batch, rows, (process, _, _), draw, tensor = drawn(seed, backend)
+    n = len(rows)
+    rewards, group = draw.integers(0, 3, n).astype(float), draw.integers(-1, 2, n)
+    rewards[draw.random(n) < 0.1] = math.nan
+    process[draw.random(batch.total_tokens) < 0.03] = math.inf
+    means = [process[places].mean() if places else math.nan for _, places in rows]
+    expected = np.zeros(batch.total_tokens)
+    for row, (_, places) in enumerate(rows):
+        together = [other for other in range(n) if group[other] == group[row] >= 0]
+        baselines = [means[other] for other in together if math.isfinite(means[other])]
+        gain = 0.5 * len(baselines) / (len(baselines) - 1) if len(baselines) > 1 else 0.0
+        others = [rewards[other] for other in together if other != row and math.isfinite(rewards[other])]
+        outcome = 2.0 * (rewards[row] - np.mean(others)) if others and math.isfinite(rewards[row]) else 0.0
+        following = 0.0
+        for t in reversed(places):
+            following += process[t] - (np.mean(baselines) if gain else 0.0)
+            expected[t] = gain * following + outcome
+    given = (tensor(process), tensor(rewards), tensor(group), batch)
+    options = {"process_weight": 0.5, "outcome_weight": 2.0, "backend": backend}
+    scored = np.where(np.isfinite(expected), expected, 0.0)
+    agree(backend, advantages.prime(*given, whitened=False, **options), scored)
+    known = [t for _, places in rows for t in places if math.isfinite(expected[t])]
+    if len(known) > 1:
+        chosen = expected[known]
+        scored[known] = (chosen - chosen.mean()) / math.sqrt(chosen.var(ddof=1) + 1e-8)
+        agree(backend, advantages.prime(*given, **options), scored)
+
+
+def test_prime_is_the_recipe_of_verl(backend):
+    """Its compute_rloo_advantage_return with both weights 5, two prompts of two responses."""
+    device = testing.device_of(backend)
+    batch = PackedBatch.from_lengths([3, 1, 2, 2]).to(device)
+    process = torch.tensor([0.5, -0.25, 0.125, 1.0, 0.0, 0.75, -0.5, 0.25], device=device)
+    rewards, ids = torch.tensor([1.0, 0.0, 1.0, 1.0], device=device), torch.tensor([0, 0, 1, 1], device=device)
+    returns = advantages.prime(process, rewards, ids, batch, whitened=False, backend=backend)
+    assert returns.tolist() == pytest.approx([-8.125, -7.5, 0.625, -0.625, 5.0, 6.25, -5.0, 1.25], abs=1e-5)
+    whitened = advantages.prime(process, rewards, ids, batch, backend=backend)
+    assert whitened.tolist() == pytest.approx(
+        [-1.312379, -1.197005, 0.302857, 0.072109, 1.110474, 1.341222, -0.735509, 0.418231], abs=1e-5
+    )
+
+
+@on_all
 def test_iw_opd(backend, seed):
     """Through all rows of a trajectory; a token without a finite gap is as if it were masked."""
     batch, rows, (teacher, old, _), draw, tensor = drawn(seed, backend)

@@ -198,6 +198,7 @@ def _estimators() -> Iterator[Call]:
         "treepo": {"prefix_ids": prefixes},
         "treepo_segments": {"prefix_ids": prefixes, "lengths": several},
         "rose": {"prefix_ids": prefixes},
+        "treerl": {"prefix_ids": prefixes},
         "rose_length_penalty": {"prefix_ids": prefixes, "segments": several, "starts": several},
         "pass_at_k": {"k": 2},
         "pkpo": {"k": 2},
@@ -218,6 +219,7 @@ def _estimators() -> Iterator[Call]:
         "vapo": tokens,
         "reinforce_pp": tokens,
         "remax": {**tokens, "greedy_rewards": S["advantages"]},
+        "prime": {**tokens, "rewards": floats(1, 1, 0), "group_ids": integers(0, 0, 1)},
         "rl_zvp": {
             **tokens, "rewards": floats(1, 1, 0), "group_ids": integers(0, 0, 1), "advantages": S["advantages"],
         },
@@ -265,6 +267,7 @@ def _inputs() -> Iterator[Call]:
     yield _call(gates.archer_bounds, "wide", wide=T["bools"])
     yield _call(gates.dcpo_bounds, "old_logp", old_logp=T["old_logp"])
     yield _call(gates.hapo_bounds, entropy=T["entropy"], batch=batch())
+    yield _call(gates.gepo_old_logp, old_logp=T["old_logp"], batch=batch())
     yield _call(gates.chord_weight, "logp", logp=T["logp"])
     yield _call(gates.icpo_weight, "logp", logp=T["logp"])
     yield _call(gates.ink_grpo_coefficient, step=3)

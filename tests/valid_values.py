@@ -55,7 +55,8 @@ _ALIKE = {
     "values": (
         "values predictions second_critic low_values high_values switch_values parent_values answer_values "
         "root_values deviations drift reference weights gains second_values credits future_values "
-        "model_rewards rule_rewards judged_rewards search selection perception form"
+        "model_rewards rule_rewards judged_rewards search selection perception form "
+        "likelihoods sequence_logp old_sequence_logp"
     ),
     "lengths": "lengths turns budgets multiplicity",
     "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids tree_ids prefix_ids",

@@ -54,7 +54,8 @@ from .flat import (
 from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified, thor
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .priors import bnpo, ngrpo, v05
-from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k, pkpo, qae
+from .process_rewards import prime
+from .ranks import arena, g2rpo, grpo_passk, mc_grpo, mc_grpo_samples, pass_at_k, pkpo, qae, unlikeliness
 from .remembered import (
     BetaTracker,
     DcpoAdvantages,
@@ -68,11 +69,11 @@ from .remembered import (
 )
 from .returns import discounted_returns
 from .selection import d3s_samples, pf_ppo, swarm_samples
-from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample, real
+from .shaping import adora, aspo_shaping, icpo, negative_sample, positive_sample, real, tpo
 from .supergroups import sgrpo, sgrpo_hierarchical_sum, sgrpo_reward_sum
 from .terms import Term, combine, estimator
 from .tokens import hicra, iw_opd, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae, vapo
-from .trees import mars2, rose, rose_length_penalty, tree_grpo, treepo, treepo_segments
+from .trees import mars2, rose, rose_length_penalty, tree_grpo, treepo, treepo_segments, treerl
 
 __all__ = [
     "BetaTracker",
@@ -140,6 +141,7 @@ __all__ = [
     "pkpo",
     "poise",
     "positive_sample",
+    "prime",
     "qae",
     "rae",
     "real",
@@ -163,10 +165,13 @@ __all__ = [
     "tir_otb",
     "token_gae",
     "tool_star",
+    "tpo",
     "tree_grpo",
     "treepo",
     "treepo_segments",
+    "treerl",
     "unidoc_rl",
+    "unlikeliness",
     "v05",
     "vapo",
     "vpo",

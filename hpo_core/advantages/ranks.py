@@ -11,7 +11,7 @@ from ..segments import Chains, chains, scan, statistics
 from ..specs import Provenance
 from .flat import grpo
 from .selection import ordered
-from .terms import as_advantages, check_eps, estimator, members_of, scorable
+from .terms import about_group, among, as_advantages, check_eps, estimator, members_of, scorable
 
 
 @estimator(Provenance.VERIFIED)
@@ -33,14 +33,49 @@ def g2rpo(
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
     groups, rank, size = ordered(rewards, group_ids, mask)
-    chain, value = groups.chain, groups.sorted(rewards)
     quantile = torch.special.ndtri(((rank.double() + 0.5) / size.clamp(min=1)).clamp(0, 1))
-    begins = torch.ones_like(chain, dtype=torch.bool)
-    begins[1:] = (chain[1:] != chain[:-1]) | (value[1:] != value[:-1])
-    ties = torch.where(chain >= 0, begins.cumsum(0), -1)
-    tie = statistics(torch.where(chain >= 0, quantile, 0.0), ties, backend=backend)
+    tie = statistics(torch.where(groups.chain >= 0, quantile, 0.0), _ties(groups, rewards), backend=backend)
     mean = torch.where(tie.members < size, tie.mean, 0.0)  # not the rounding of a sum of all, which is 0
     return as_advantages(groups.unsorted(mean), rewards, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def unlikeliness(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    likelihoods: torch.Tensor,
+    *,
+    penalty: float = 0.25,
+    eps: float = 1e-6,
+    singleton: str = "zero",
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Unlikeliness reward: GRPO of ``r (1 - penalty k / n)``, k the number of responses of the group that are less
+    likely, so that rare right answers gain most (arXiv 2506.02355, official code). Returns ``[S]`` float32.
+
+    Args:
+        rewards: ``[S]``, 0 for wrong responses and above 0 for right ones.
+        likelihoods: ``[S]``, in the authors' code the mean of ``old_logp`` over the response's tokens; a unit without a
+            finite one enters no statistic and gets 0. Of equal ones each has the mean of their ranks.
+        penalty: .25 as in the authors' recipe; 0 is :func:`grpo`.
+        singleton: of a group of one; ``"raw"`` keeps its reward, as the authors' code does.
+
+    Traps: a group whose responses are all right is no longer flat: its likely ones get advantages below 0. A reward
+    below 0 would shrink where the response is likely.
+
+    >>> unlikeliness(torch.tensor([1.0, 1.0, 0.0, 0.0]), None, torch.tensor([-0.2, -0.9, -0.5, -0.1]))
+    tensor([ 0.7472,  0.9772, -0.8622, -0.8622])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, likelihoods=likelihoods, mask=mask)
+    check(0 <= penalty <= 1, "penalty: expected a share of the reward in [0, 1], got {}", penalty)
+    groups, rank, size = ordered(likelihoods, group_ids, scorable(rewards, mask))
+    less_likely = statistics(rank.double(), _ties(groups, likelihoods), backend=backend).mean
+    share = groups.unsorted(less_likely / size.clamp(min=1))
+    worth = rewards.double() * (1 - penalty * share)
+    ranked = scorable(likelihoods, mask)
+    worth = about_group(worth, rewards, group_ids, mask=ranked, backend=backend)
+    return grpo(worth, group_ids, eps=eps, singleton=singleton, mask=ranked, backend=backend)
 
 
 @estimator(Provenance.VERIFIED)
@@ -293,3 +328,11 @@ def _of_rank(groups: Chains, values: torch.Tensor, rank: torch.Tensor) -> torch.
     begin = torch.arange(values.numel(), device=values.device) - groups.ranks()[0]
     place = (begin + rank).clamp(max=max(values.numel() - 1, 0))
     return groups.unsorted(groups.sorted(values)[place])
+
+
+def _ties(groups: Chains, values: torch.Tensor) -> torch.Tensor:
+    """An id for each place of ordered groups: equal values of a group share one; -1 outside of all."""
+    chain, value = groups.chain, groups.sorted(values)
+    begins = torch.ones_like(chain, dtype=torch.bool)
+    begins[1:] = (chain[1:] != chain[:-1]) | (value[1:] != value[:-1])
+    return among(begins.cumsum(0), chain >= 0)

@@ -7,7 +7,8 @@ import torch
 from ..arguments import constants, examines
 from ..checks import check, check_units
 from ..segments import Chains, chains, scan
-from .terms import as_advantages
+from .flat import whiten
+from .terms import about_group, as_advantages, known
 
 
 @examines
@@ -73,3 +74,13 @@ def generalised_advantages(
 def once(steps: Chains) -> torch.Tensor:
     """Weights ``[U]`` that count every chain once: 1 for its first unit."""
     return steps.unsorted(steps.begins().float())
+
+
+def finished_tokens(
+    exact: torch.Tensor, token_rewards: torch.Tensor, valid: torch.Tensor, whitened: bool, backend: str | None
+) -> torch.Tensor:
+    """What was computed in float64, whitened over valid tokens where asked; an offset of all costs no digits."""
+    if not whitened:
+        return as_advantages(known(exact), token_rewards, backend)
+    advantages = about_group(exact, token_rewards, None, mask=valid, backend=backend)
+    return whiten(advantages, torch.ones_like(advantages), mask=valid, backend=backend)

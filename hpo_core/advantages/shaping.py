@@ -222,3 +222,57 @@ def real(
     size = torch.where((right.members > 0) & (wrong.members > 0), right.members + wrong.members, 0)
     exact = torch.where(is_correct, size, -size) * powers.double() / (1 + total) / temperature
     return as_advantages(torch.where(grouped(scored, group_ids), exact, 0.0), drift, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def tpo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    sequence_logp: torch.Tensor,
+    old_sequence_logp: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """TPO, target policy optimisation: the policy among the n responses of a prompt, fitted to the old one tilted by
+    their rewards (arXiv 2604.06159). Returns ``[S]`` float32.
+
+    ``A = n (q - p)``; ``p = softmax(sequence_logp)`` and ``q = softmax(old_sequence_logp + u / temperature)`` over the
+    prompt, ``u = (r - mean) / std`` with ddof 0, 0 where rewards are all equal. With
+    :func:`hpo_core.gates.reinforce` and ``aggregation.seq_mean_token_sum`` the gradient is that of the cross-entropy
+    ``-sum q log p``, averaged over prompts of one size.
+
+    Args:
+        sequence_logp: ``[S]``, the sum of the response's log-probabilities under the current policy; a constant here.
+            A unit whose sum, or old sum, is not finite is in no statistic and gets 0.
+        old_sequence_logp: ``[S]``, the same when the responses were sampled.
+        temperature: 1 throughout the paper.
+
+    Traps: ``sequence_logp`` belongs to one minibatch, and so do these advantages: they are 0 where the policy has
+    reached the target. Of long responses p and q are near 0 for all but one, by the differences of their sums.
+
+    >>> tpo(torch.tensor([1.0, 0.0]), None, torch.tensor([-3.0, -3.0]), torch.tensor([-3.0, -3.0]))
+    tensor([ 0.7616, -0.7616])
+    """
+    check_units(
+        rewards=rewards, group_ids=group_ids, sequence_logp=sequence_logp, old_sequence_logp=old_sequence_logp,
+        mask=mask,
+    )  # fmt: skip
+    check(0 < temperature < math.inf, "temperature: expected a finite number > 0, got {}", temperature)
+    scored = scorable(sequence_logp, scorable(old_sequence_logp, scorable(rewards, mask)))
+    tilt = grpo(rewards, group_ids, ddof=0, eps=0.0, mask=scored, backend=backend).double() / temperature
+    target, size = _softmax(old_sequence_logp.double() + tilt, group_ids, scored, backend)
+    present, _ = _softmax(sequence_logp.double(), group_ids, scored, backend)
+    exact = size * (target - present)
+    return as_advantages(torch.where(grouped(scored, group_ids), exact, 0.0), rewards, backend)
+
+
+def _softmax(
+    exponents: torch.Tensor, ids: torch.Tensor | None, mask: torch.Tensor, backend: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The softmax of each unit among those of its group in the mask, in float64, and their number."""
+    greatest = statistics(exponents, ids, mask=mask, backend=backend).greatest
+    powers = torch.where(mask, exponents - greatest, 0.0).exp()
+    group = statistics(powers, ids, mask=mask, backend=backend)
+    return powers / (group.mean * group.members).clamp(min=1), group.members

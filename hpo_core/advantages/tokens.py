@@ -15,8 +15,7 @@ from ..batch import PackedBatch, place_in_row, spread_rows, valid_tokens
 from ..checks import check, check_precise, check_rows, check_tokens
 from ..segments import Chains, chains, dense_ids, recurrence, scan, statistics
 from ..specs import Provenance
-from .flat import whiten
-from .returns import check_discounts, generalised_advantages
+from .returns import check_discounts, finished_tokens, generalised_advantages
 from .terms import about_group, as_advantages, estimator, grouped, known, scorable
 
 
@@ -51,7 +50,7 @@ def reinforce_pp(
     values = torch.where(valid, token_rewards, 0.0)
     gains = torch.where(valid, torch.full_like(values, gamma), 1.0)
     exact = torch.where(valid, scan(values, gains, batch.cu_seqlens, backend), 0.0)
-    return _finished(exact, token_rewards, valid, whitened, backend)
+    return finished_tokens(exact, token_rewards, valid, whitened, backend)
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -372,17 +371,7 @@ def _along_trajectories(
     valid = valid_tokens(batch)
     given, value = torch.where(valid, token_rewards, 0.0), torch.where(valid, values, 0.0)
     exact = generalised_advantages(given, value, trajectories, gamma, lam, backend=backend)
-    return _finished(torch.where(valid, exact, 0.0), token_rewards, valid, whitened, backend)
-
-
-def _finished(
-    exact: torch.Tensor, token_rewards: torch.Tensor, valid: torch.Tensor, whitened: bool, backend: str | None
-) -> torch.Tensor:
-    """What was computed in float64, whitened over valid tokens where asked; an offset of all costs no digits."""
-    if not whitened:
-        return as_advantages(known(exact), token_rewards, backend)
-    advantages = about_group(exact, token_rewards, None, mask=valid, backend=backend)
-    return whiten(advantages, torch.ones_like(advantages), mask=valid, backend=backend)
+    return finished_tokens(torch.where(valid, exact, 0.0), token_rewards, valid, whitened, backend)
 
 
 @estimator(Provenance.PAPER, level="token")

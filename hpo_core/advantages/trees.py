@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -109,13 +108,46 @@ def rose(
             [ 0.5000, -0.5000,  0.0000]])
     """
     check_units(rewards=rewards)
-    tables = [statistics(rewards, ids, backend=backend) for ids in _nodes(rewards, prefix_ids)]
-    values = [*(table.mean for table in tables), rewards.double()]
-    sharing = [*(table.members for table in tables[1:]), torch.ones_like(values[0])]
-    segments = torch.stack([below - above for above, below in itertools.pairwise(values)])
+    values, sharing, known = _of_leaves(rewards, prefix_ids, backend)
+    segments = values[1:] - values[:-1]
     if shared:
-        segments = segments / torch.stack(sharing).clamp(min=1)
-    known = torch.isfinite(rewards) & (tables[-1].members > 0)
+        segments = segments / sharing
+    return as_advantages(torch.where(known, segments, 0.0), rewards, backend)
+
+
+@estimator(Provenance.VERIFIED)
+def treerl(
+    rewards: torch.Tensor, prefix_ids: Sequence[torch.Tensor], *, compat: str = "paper", backend: str | None = None
+) -> torch.Tensor:
+    """TreeRL: a segment's global plus its local advantage, ``((V - V_root) + (V - V_parent)) / sqrt(n)``, V the mean
+    reward of the leaves below the node at its end and n their number (arXiv 2506.11902). Returns ``[D, S]`` float32:
+    row d is the segment below the prefix of depth d.
+
+    Args:
+        prefix_ids: one ``[S]`` per depth, from the root (the prompt) on: what names the prefix of each leaf.
+        compat: ``"code"`` for the authors' form, where each leaf's reward is less the mean of the other leaves of its
+            prompt and each node has a root of its own: ``N / (N - 1) (2 v / sqrt(n) - v_parent / sqrt(n_parent))`` over
+            N leaves, with ``v = V - V_root``.
+
+    Traps: a segment that n leaves share is in the batch n times, each with this advantage. The authors' code trains on
+    some of its leaves, and counts n and n_parent among those; and where a local advantage is 0 it takes that of the
+    segment above.
+
+    >>> root, branch = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
+    >>> treerl(torch.tensor([1.0, 0.0, 1.0]), [root, branch])
+    tensor([[-0.2357, -0.2357,  0.6667],
+            [ 0.8333, -1.1667,  0.3333]])
+    """
+    check_units(rewards=rewards)
+    as_code = check_compat(compat)
+    values, sharing, known = _of_leaves(rewards, prefix_ids, backend)
+    lead = values - values[0]
+    local = lead[1:] / sharing.sqrt()
+    segments = local + (lead[1:] - lead[:-1]) / sharing.sqrt()
+    if as_code:
+        leaves = statistics(rewards, prefix_ids[0], backend=backend).members
+        above = torch.cat((torch.zeros_like(local[:1]), local[:-1]))  # the root leads by nothing
+        segments = leaves / (leaves - 1).clamp(min=1) * (2 * local - above)
     return as_advantages(torch.where(known, segments, 0.0), rewards, backend)
 
 
@@ -294,3 +326,14 @@ def _nodes(rewards: torch.Tensor, prefix_ids: Sequence[torch.Tensor]) -> list[to
     for ids in prefix_ids:
         check_units(rewards=rewards, prefix_ids=ids)
     return [dense_ids(*prefix_ids[: depth + 1]) for depth in range(len(prefix_ids))]
+
+
+def _of_leaves(
+    rewards: torch.Tensor, prefix_ids: Sequence[torch.Tensor], backend: str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The mean reward of the leaves below each node above a leaf, from the root to the leaf itself, ``[D + 1, S]``
+    float64; how many leaves share each of its segments ``[D, S]``; and which leaves are below all their prefixes."""
+    tables = [statistics(rewards, ids, backend=backend) for ids in _nodes(rewards, prefix_ids)]
+    values = torch.stack([*(table.mean for table in tables), rewards.double()])
+    sharing = torch.stack([*(table.members for table in tables[1:]), torch.ones_like(tables[0].members)])
+    return values, sharing.clamp(min=1).double(), torch.isfinite(rewards) & (tables[-1].members > 0)

@@ -12,6 +12,7 @@ from .balanced import bapo, bapo_bounds
 from .corrected import compose, decoupled, dppo_kl, dppo_tv, hispo, icepop, mis, opsm, tis
 from .experts import icpo_weight, ink_grpo_coefficient
 from .future_kl import fipo, fipo_weight
+from .group_expectation import gepo_old_logp
 from .hierarchical import fiberpo, step_gspo
 from .inputs import (
     archer_bounds,
@@ -96,6 +97,7 @@ __all__ = [
     "fipo_weight",
     "gbpo",
     "gbpo_target",
+    "gepo_old_logp",
     "gmpo",
     "gspo",
     "gspo_token",

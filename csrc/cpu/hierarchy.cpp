@@ -63,9 +63,10 @@ void for_each_aggregate_grad(const Leaves& leaves, const Workspace& space, int t
     for (int64_t p = 0; p < leaves.count(); ++p) {
       if (leaves.length(p) == 0) continue;
       const int64_t segment = k * leaves.count() + leaves.ancestor(int(k), p);
+      LevelGrads grads = space.grads[k].first[p];
+      leaves.for_each_later_task(p, [&](int64_t task) { grads.add(space.grads[k].later[task]); });
       for (int channel = 0; channel <= hierarchy.split; ++channel) {
-        const double grad = grad_into_aggregate(space.slopes[p], int(k), channel, space.flows.first[p]);
-        if (grad != 0.0) body(2 * segment + channel, grad);
+        if (grads.by_channel[channel] != 0.0) body(2 * segment + channel, grads.by_channel[channel]);
       }
     }
   });
@@ -201,18 +202,18 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
     if (some_together) {
       for_each_block_together([&](const Sweeps& of_row, int64_t task, const Block& block, Scratch& scratch) {
         LeafGate gate = {};
-        LevelSlopes slopes_again;
-        gate_leaf(of_row, block.leaf, gate, block.begins ? space.slopes[block.leaf] : slopes_again);
+        LevelSlopes slopes;
+        Flow flow = {};
+        gate_leaf(of_row, block.leaf, gate, slopes);
         of_row.gather_weights(block, scratch);
-        const BlockResult result = space.result_at(task, block);
-        result.flow = {};
-        of_row.finish(block, gate, scratch, space.partials[task], result);
+        of_row.finish(block, gate, scratch, space.partials[task], space.result_at(task, block), flow);
+        for (int k = 0; plan.carries && k < hierarchy.depth; ++k) {
+          LevelGrads& grads = space.grads[k].at(task, block);
+          for (int c = 0; c <= hierarchy.split; ++c) grads.by_channel[c] = grad_into_aggregate(slopes, k, c, flow);
+        }
       });
     }
-    if (some_together && plan.carries) {
-      gather_blocks(leaves, space.flows.later, space.flows.first);
-      find_largest(leaves, space, threads);
-    }
+    if (some_together && plan.carries) find_largest(leaves, space, threads);
     const int64_t tasks = by_tiles ? ceil_divide(args.tokens, kChunk) : leaves.tasks();
     finish(call, space.partials, tasks, space.seen, call.rows.broken + leaves.broken);
   }

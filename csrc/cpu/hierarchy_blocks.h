@@ -67,7 +67,8 @@ struct Sweeps {
   }
 
   void classify_masks(const Block& block, Scratch& scratch) const {
-    if (!call.args.mask) return;
+    scratch.masked[0] = Masked::some;  // a short block takes longer to classify than to read
+    if (!call.args.mask || block.tokens < 2 * kWorthwhileRow) return;
     int tile = 0;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int end) {
       scratch.masked[tile++] = masked_tokens(call.args.mask, at + begin, end - begin);
@@ -163,11 +164,12 @@ struct Sweeps {
 
   // The second sweep: loss, gradient of the token's own path, and the flow into aggregates. The caller has gathered the
   // weights.
-  void finish(const Block& block, const LeafGate& leaf, Scratch& scratch, Partial& partial, const BlockResult& result) const {
+  void finish(const Block& block, const LeafGate& leaf, Scratch& scratch, Partial& partial, const BlockResult& result,
+              Flow& flow) const {
     const bool fast = result.fast;
     if (fast && call.args.entropy) add_entropies(call.args, block, partial);
     if (fast && plan.drops) {
-      count_alike(block, leaf, scratch, partial, result);
+      count_alike(block, leaf, scratch, partial, result, flow);
       if (!plan.fills_last) {
         classify_masks(block, scratch);
         write_alike(block, result.own_gradient, 0.0f, scratch);
@@ -178,10 +180,10 @@ struct Sweeps {
     const OpenLevels levels = open_levels(block, leaf, fast);
     if (levels.open) {
       classify_masks(block, scratch);
-      count(block, levels, scratch, partial, result.flow);
+      count(block, levels, scratch, partial, flow);
       write(block, leaf, AggregateGrad{}, scratch, partial);
     } else {
-      finish_closed(block, leaf, fast, scratch, partial, result.flow);
+      finish_closed(block, leaf, fast, scratch, partial, flow);
     }
     if (fast) pay_reference(block, scratch, partial);
   }
@@ -253,7 +255,7 @@ struct Sweeps {
 
   // The sums of a fast-path block whose tokens have one term but for their weights, and the gradient of a token's own path.
   void count_alike(const Block& block, const LeafGate& leaf, const Scratch& scratch, Partial& partial,
-                   const BlockResult& result) const {
+                   const BlockResult& result, Flow& flow) const {
     const float advantage = call.args.advantages[block.row];
     const bool negative = advantage < 0.0f;
     const GatedToken token = gate_token<float>(leaf, false, true, plan.term.keep, negative, 0.0f, 0.0f, 0.0f);
@@ -266,8 +268,8 @@ struct Sweeps {
     const double tokens = plan.weighs ? scratch.weights.total() : double(counts.present);
     if (counts.present > 0) {  // else the coefficient has not been checked, and may be NaN
       partial.sums[kLossSum][0] += tokens * double(value);
-      if (plan.carries) result.flow.past_token[0] = tokens * double(value * token.rising_step);
-      if (plan.by_sign) result.flow.by_sign[negative] = tokens * double(value);
+      if (plan.carries) flow.past_token[0] = tokens * double(value * token.rising_step);
+      if (plan.by_sign) flow.by_sign[negative] = tokens * double(value);
     }
     result.own_gradient = token.slope != 0.0f ? value * token.slope : 0.0f;
   }
@@ -317,15 +319,14 @@ struct Sweeps {
   // The third: the gradient that arrives through aggregates. Where nothing saturated what is written stands; of tokens that
   // have one term nothing is written yet.
   void receive(const Block& block, const BlockResult& result, const AggregateGrad& aggregate_grad, Scratch& scratch) const {
-    const bool fast = result.fast;
-    if (fast && plan.fills_last) {
+    if (result.fast && plan.fills_last) {
       classify_masks(block, scratch);
       return write_alike(block, result.own_gradient, aggregate_grad.rising, scratch);
     }
     if (aggregate_grad.nothing()) return;
     Tile& tile = scratch.tile;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {
-      if (fast) {
+      if (result.fast) {
         const Masked masked = masked_tokens(call.args.mask, at + begin, n - begin);
         if (masked == Masked::all) return;
         return add_to_fast(plan.term, calls.of(masked).args, at, block.row, begin, n, aggregate_grad);
@@ -361,34 +362,34 @@ struct Sweeps {
     }
     Flow flow = {};
     float own_gradient = 0.0f;
-    const BlockResult result = {sums, fast, flow, own_gradient};
+    const BlockResult result = {sums, fast, own_gradient};
     if (fast && call.args.ref_logp) {  // one order of additions on every path
-      finish(block, gate, scratch, partial, result);
-      return receive(block, result, own_aggregate_grad(result), scratch);
+      finish(block, gate, scratch, partial, result, flow);
+      return receive(block, result, own_aggregate_grad(sums, flow), scratch);
     }
     if (fast && call.args.entropy) add_entropies(call.args, block, partial);
     if (fast && plan.drops) {
-      count_alike(block, gate, scratch, partial, result);
-      write_alike(block, own_gradient, own_aggregate_grad(result).rising, scratch);
+      count_alike(block, gate, scratch, partial, result, flow);
+      write_alike(block, own_gradient, own_aggregate_grad(sums, flow).rising, scratch);
       return write_token_losses_alike(block, gate, scratch);
     }
     const OpenLevels levels = open_levels(block, gate, fast);
     if (levels.open) count(block, levels, scratch, partial, flow);
     else finish_closed(block, gate, fast, scratch, partial, flow);
-    const AggregateGrad aggregate_grad = own_aggregate_grad(result);
+    const AggregateGrad aggregate_grad = own_aggregate_grad(sums, flow);
     if (levels.open) write(block, gate, aggregate_grad, scratch, partial);
     else receive(block, result, aggregate_grad, scratch);
   }
 
   // A leaf that stands alone gets its own gradient back, with the rounding of the tables.
-  AggregateGrad own_aggregate_grad(const BlockResult& result) const {
+  AggregateGrad own_aggregate_grad(const LogRatios& sums, const Flow& flow) const {
     if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return {};
     const auto aggregate_grad = [&](int channel) {
-      const double grad = result.flow.past_token[channel];
+      const double grad = flow.past_token[channel];
       if (grad == 0.0) return 0.0f;
       const int64_t largest = magnitude_of(grad);
       return float(from_steps(in_steps(grad, largest), largest) /
-                   shares(plan.hierarchy, 0, channel, [&](int) { return result.log_ratios; }));
+                   shares(plan.hierarchy, 0, channel, [&](int) { return sums; }));
     };
     const float rising = aggregate_grad(0), falling = aggregate_grad(1);
     return {rising, plan.hierarchy.split ? falling : rising};

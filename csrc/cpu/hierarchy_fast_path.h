@@ -193,6 +193,7 @@ inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begi
   const Floats each = all<Floats>(own_gradient + aggregate_grad);
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
+    __builtin_prefetch(grad + i + kAhead, 1);
     Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
     if (clips) {
       const Floats x = source.log_ratio<kWhole>(i, own);

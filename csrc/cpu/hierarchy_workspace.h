@@ -15,11 +15,19 @@ struct OfBlocks {
   T& at(int64_t task, const Block& block) const { return block.begins ? first[block.leaf] : later[task]; }
 };
 
+// The gradients of a block in the aggregates of its segments at one level.
+struct LevelGrads {
+  double by_channel[2];
+
+  void add(const LevelGrads& other) {
+    for (int c = 0; c < 2; ++c) by_channel[c] += other.by_channel[c];
+  }
+};
+
 // What the sweeps over a block leave to those that follow.
 struct BlockResult {
   const LogRatios& log_ratios;
   const bool fast;  // later sweeps may take the fast path in all tiles
-  Flow& flow;
   float& own_gradient;  // of each token, where they have one term
 };
 
@@ -30,10 +38,9 @@ struct HierarchyWorkspace {
   int64_t* start;  // [leaves + 1]
   OfBlocks<LogRatios> log_ratios;
   OfBlocks<bool> fast;
-  OfBlocks<Flow> flows;
   OfBlocks<float> own_gradients;
+  OfBlocks<LevelGrads> grads[kMostLevels];  // apart, because a pass over a level reads those of no other
   SegmentTables tables;
-  LevelSlopes* slopes;  // [leaves]
   RowAdvantages row_advantages;
   RowFactors row_factors;
   int64_t bytes;
@@ -46,17 +53,16 @@ struct HierarchyWorkspace {
     start = arena.take<int64_t>(count + 1);
     log_ratios = {arena.take<LogRatios>(count), arena.take<LogRatios>(tasks)};
     fast = {arena.take<bool>(count), arena.take<bool>(tasks)};
-    flows = {arena.take<Flow>(count), arena.take<Flow>(tasks)};
     own_gradients = {arena.take<float>(count), arena.take<float>(tasks)};
+    for (OfBlocks<LevelGrads>& level : grads) level = {arena.take<LevelGrads>(count), arena.take<LevelGrads>(tasks)};
     tables.sums = arena.take<int64_t>(3 * kMostLevels * count);
     tables.largest = arena.take<int64_t>(2 * kMostLevels * count);
     tables.aggregate_grad = arena.take<int64_t>(2 * kMostLevels * count);
-    slopes = arena.take<LevelSlopes>(count);
     bytes = arena.bytes();
   }
 
   BlockResult result_at(int64_t task, const Block& block) const {
-    return {log_ratios.at(task, block), fast.at(task, block), flows.at(task, block), own_gradients.at(task, block)};
+    return {log_ratios.at(task, block), fast.at(task, block), own_gradients.at(task, block)};
   }
 
   // The log-ratios of segment s at level k stand at [k * leaves + s].

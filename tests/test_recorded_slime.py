@@ -43,7 +43,7 @@ def of_slime(batch, logp, sums, **fields):
     entropy = [logp[row, :length] ** 2 for row, length in enumerate(batch.lengths)]
     theirs = {
         "get_log_probs_and_entropy": lambda *_, **__: (None, {"log_probs": parts(logp, batch), "entropy": entropy}),
-        "get_rollout_top_p_logprob_kwargs": lambda *_: {},
+        "get_rollout_top_p_logprob_kwargs": lambda args, batch: {"of": (args.eps_clip, batch["advantages"])},
         "compute_approx_kl": k3,
         "vanilla_tis_function": truncated, "load_function": {"mine.rejecting": rejecting}.get,
         "get_sum_of_sample_mean": lambda *told: sums_of_means(*told[1:]),

@@ -223,6 +223,13 @@ def test_openrlhf_refuses_by_name(gate, flags, said, monkeypatch):
         integration("openrlhf").HPOPolicyLoss(**flags)
 
 
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+def test_openrlhfs_correction_needs_the_sampler(kind):
+    batch, loss = Batch(), integration("openrlhf").HPOPolicyLoss(policy_loss_type=kind, is_correction_level="token")
+    with pytest.raises(ValueError, match=r"rollout_log_probs: is_correction_\* needs the sampler"):
+        loss(batch.logp, batch.old, batch.advantages, batch.mask)
+
+
 def test_openrlhf_drops_a_row_whose_statistic_is_nan():
     batch = Batch()
     batch.rollout[0, 0] = torch.nan
@@ -260,10 +267,12 @@ def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(gate, name, main, 
     """They stand beside what the trainer itself asks of Ray."""
     monkeypatch.setenv("HPO_GATE", gate)
     monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
-    asked = {}
+    asked, bare = {}, {}
 
     def run(name, **_):
         asked.update(ran=name, arguments=sys.argv[1:])
+        stubs["ray"].init()
+        bare.update(asked.pop("runtime_env"))
         stubs["ray"].init(num_cpus=2, runtime_env={"env_vars": {"OWN": "1"}, "excludes": [".git/"]})
 
     def start(**options):
@@ -274,7 +283,9 @@ def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(gate, name, main, 
         integration(name).launch()
         assert stubs["ray"].init is start
     hook = f"hpo_core.integrations.{name}.install"
-    environment = {"env_vars": {"OWN": "1", **({"HPO_GATE": gate} if gate else {})}, "excludes": [".git/"]}
+    told = {"HPO_GATE": gate} if gate else {}
+    assert bare == {"env_vars": told, "worker_process_setup_hook": hook}
+    environment = {"env_vars": {"OWN": "1", **told}, "excludes": [".git/"]}
     assert asked == {
         "ran": main, "arguments": ["--x"], "num_cpus": 2,
         "runtime_env": {**environment, "worker_process_setup_hook": hook},

@@ -115,6 +115,16 @@ def test_slimes_custom_correction(per_token, flag):
     assert rejected > 0 and of_slime(batch, batch.logp, sums, **fields)[1]["rejected"] == pytest.approx(rejected)
 
 
+def test_slimes_old_policy_is_the_sampler_where_it_is_told():
+    batch = Batch()
+    sums = slime_sums(batch)
+
+    def theirs(logp):
+        return (masked(clipped(logp, batch.rollout, batch.advantages), batch.mask) / torch.tensor(sums)[:, None]).sum()
+
+    equal(lambda logp: of_slime(batch, logp, sums, use_rollout_logprobs=True), theirs, batch.logp)
+
+
 @pytest.mark.parametrize("per_token", [True, False])
 def test_slimes_log(per_token):
     """ppo_kl as slime has it, and counts of what the loss leaves out, under the same names in each micro-batch."""

@@ -239,9 +239,25 @@ def test_openrlhf_drops_a_row_whose_statistic_is_nan():
     assert loss(batch.logp, batch.old, batch.advantages, batch.mask, batch.rollout)[4] == pytest.approx(1 / ROWS)
 
 
-def test_openrlhfs_gspo_has_its_dual_clip():
-    made = integration("openrlhf").HPOPolicyLoss(policy_loss_type="gspo", clip_eps_high=0.28, dual_clip=1.5)
-    assert made.used.levels[0].gate == gates.ppo_clip(0.2, 0.28, ratio_dual=1.5).token
+@pytest.mark.parametrize("corrected", [False, True])
+def test_openrlhfs_gspo(corrected):
+    """Its ratios are those to the sampler where ``is_correction_level`` is set, its mean is always that over rows."""
+    flags = {"policy_loss_type": "gspo", "clip_eps_low": 0.05, "clip_eps_high": 0.06, "dual_clip": 1.15}
+    flags |= {"is_correction_level": "seq"} if corrected else {}
+    batch, counts = Batch(width=0.8), Batch().mask.sum(1, keepdim=True)
+    anchor = batch.rollout if corrected else batch.old
+
+    def ours(logp):
+        loss = integration("openrlhf").HPOPolicyLoss(**flags)
+        return loss(logp, batch.poisoned(batch.old), batch.advantages, batch.mask, batch.poisoned(batch.rollout))
+
+    def theirs(logp):
+        mean = masked(logp - anchor, batch.mask).sum(1, keepdim=True) / counts
+        terms = clipped(mean.expand_as(logp), 0.0, batch.advantages, 0.05, 0.06, 1.15)
+        return (masked(terms, batch.mask) / counts).sum() / ROWS
+
+    equal(ours, theirs, batch.logp)
+    assert ours(batch.logp)[1] > 0.2, "nothing was clipped: the comparison says little"
 
 
 def test_openrlhf_is_replaced_where_its_actor_looks_the_name_up(monkeypatch):
@@ -340,6 +356,23 @@ def test_areal():
         lambda logp: masked(clipped(logp, old, advantages, 0.2, 0.28, 1.5), mask).sum() / batch.tokens,
         batch.packed(batch.logp),
     )
+
+
+def test_areals_ratios_of_sequences():
+    """Each has the mean of its tokens' advantages."""
+    batch = Batch(per_token=True, width=0.8)
+    counts = batch.mask.sum(1, keepdim=True)
+
+    def rows(values):
+        return (masked(values, batch.mask).sum(1, keepdim=True) / counts).expand(ROWS, LENGTH)
+
+    def theirs(logp):
+        padded = torch.zeros(ROWS, LENGTH).masked_scatter(batch.present, logp)
+        terms = clipped(rows(padded - batch.old), 0.0, rows(batch.advantages), 0.05, 0.06, 1.15)
+        return masked(terms, batch.mask).sum() / batch.tokens
+
+    told = {"importance_sampling_level": "sequence", "eps_clip": 0.05, "eps_clip_higher": 0.06, "c_clip": 1.15}
+    equal(lambda logp: areal_loss(logp, batch, **told), theirs, batch.packed(batch.logp))
 
 
 def test_areals_engine_weighs_the_means_of_ranks():

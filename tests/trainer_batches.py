@@ -49,12 +49,13 @@ class Batch:
 
 def gradient(loss, logp):
     """Loss and dL/dlogp of a function of log-probabilities that returns the loss, or a tuple that begins with it. What
-    it logs beside the loss keeps no graph alive."""
+    it logs beside the loss is on its device and keeps no graph alive."""
     leaf = logp.clone().requires_grad_()
     found = loss(leaf)
     found, *logged = found if isinstance(found, tuple) else (found,)
     values = [value for each in logged for value in (each.values() if isinstance(each, dict) else (each,))]
-    assert not any(torch.is_tensor(value) and value.requires_grad for value in values), "a log keeps the graph"
+    values = [value for value in values if torch.is_tensor(value)]
+    assert all(value.device == leaf.device and not value.requires_grad for value in values), "not for a log"
     (grad,) = torch.autograd.grad(found, leaf)
     return found.detach(), grad
 

@@ -20,6 +20,7 @@ from hpo_core.gates import GateInputs, RatioGate
 
 STEP = 64  # tokens of a step
 MADE = ", mask made"  # a case whose calls make the preset's input, too
+ON_POLICY = ", on policy"  # a case without old_logp
 
 # Rows and not tokens count alike in the methods of sequences; the sum of a row counts in three.
 BY_SEQUENCE = {"apc", "fiberpo", "fiberpo_domain", "gmpo", "gspo", "gspo_token", "sapo", "step_gspo", "two_scale"}
@@ -134,27 +135,31 @@ def tensors_in(options: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-def case(name: str, makes: bool, *, rows: int, length: int, full: bool, backend: str | None) -> Case:
+def case(name: str, kind: str, *, rows: int, length: int, full: bool, backend: str | None) -> Case:
     data, batch = batch_of(name, rows, length, ragged=not full)
-    gate, title = PRESETS[name], name + MADE * makes
+    gate, title, makes, on_policy = PRESETS[name], name + kind, kind == MADE, kind == ON_POLICY
+    if on_policy:
+        data = data._replace(old_logp=data.logp)
+    old_logp, width = (None, 8) if on_policy else (data.old_logp, 12)
     options = given(gate, data)
     made = making(name, batch, data) if makes else lambda logp: options
 
     def call(leaf: torch.Tensor) -> torch.Tensor:
         return hpo.policy_loss(
-            leaf, data.old_logp, data.advantages, batch, gate, weights=data.weights, backend=backend, **made(leaf)
+            leaf, old_logp, data.advantages, batch, gate, weights=data.weights, backend=backend, **made(leaf)
         ).loss
 
     def without_autograd() -> Tensors:
         result = hpo.policy_loss_and_grad(
-            data.logp, data.old_logp, data.advantages, batch, gate, weights=data.weights, backend=backend,
+            data.logp, old_logp, data.advantages, batch, gate, weights=data.weights, backend=backend,
             **made(data.logp),
         )  # fmt: skip
         return {"loss": result.loss, "grad": result.grad}
 
     makers = {"kl_cov": peers.with_penalty_mask, "clip_cov": peers.with_token_mask}
     eager = peers.eager(name, data, makers[name] if makes else None)
-    others = [Contestant("eager", eager, GOALS["eager"], alike=title != "clip_cov" + MADE)]  # it draws other tokens
+    # The eager formula of clip_cov draws other tokens; there is none without an old policy, whose statistics it logs.
+    others = [] if on_policy else [Contestant("eager", eager, GOALS["eager"], alike=title != "clip_cov" + MADE)]
     if title in peers.VERL and available("verl"):
         peer = peers.VERL[title]
         others.append(Contestant("verl", peers.verl(peer, data, mode_of(name)), GOALS["verl"], peer.alike))
@@ -166,7 +171,7 @@ def case(name: str, makes: bool, *, rows: int, length: int, full: bool, backend:
     ]
 
     def floor() -> None:
-        torch.add(data.logp, data.old_logp, out=out)
+        torch.add(data.logp, 1.0, out=out) if on_policy else torch.add(data.logp, data.old_logp, out=out)
         for tensor in summed:
             tensor.sum()
 
@@ -175,7 +180,7 @@ def case(name: str, makes: bool, *, rows: int, length: int, full: bool, backend:
         name=f"{title}, {rows:,} rows of {length:,}",
         unit="token",
         units=rows * length,
-        bytes_per_unit=12 + 1 + sum(tensor.element_size() for tensor in read),  # the mask of the batch, too
+        bytes_per_unit=width + 1 + sum(tensor.element_size() for tensor in read),  # the mask of the batch, too
         flops_per_unit=STATISTICS + TOKEN_GATE,
         ours=[
             Contestant("hpo_core", differentiated(data.logp, call), tolerance=2e-6),
@@ -189,10 +194,11 @@ def case(name: str, makes: bool, *, rows: int, length: int, full: bool, backend:
 
 def plans(quick: bool) -> list[Plan]:
     sizes = {"rows": 512, "length": 2048}, {"rows": 64, "length": 132}
-    every = [(name, False) for name in PRESETS] + [(name, True) for name in ("clip_cov", "kl_cov")]
+    every = [(name, "") for name in PRESETS]
+    every += [("clip_cov", MADE), ("kl_cov", MADE), ("reinforce", ON_POLICY)]
     return [
-        Plan(f"presets: {name}{MADE * makes}", functools.partial(case, name, makes), *sizes, seconds=2.0)
-        for name, makes in ([("dppo_kl", False)] if quick else every)
+        Plan(f"presets: {name}{kind}", functools.partial(case, name, kind), *sizes, seconds=2.0)
+        for name, kind in ([("dppo_kl", "")] if quick else every)
     ]
 
 

@@ -392,7 +392,7 @@ def _bounds(low: float, high: float, dual: float = 3.0) -> dict[str, float]:
 
 VANILLA = _bounds(0.2, 0.2, 1e6)
 VERL = {
-    "reinforce": Verl("gpg"),
+    "reinforce, on policy": Verl("gpg"),  # it reads no old policy
     "ppo_clip": Verl("vanilla", VANILLA),
     "dapo": Verl("vanilla", _bounds(0.2, 0.28, 1e6)),
     "triplet_clip": Verl("vanilla", _bounds(0.2, 0.28)),

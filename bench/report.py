@@ -1,4 +1,4 @@
-"""Writes what was measured: a table to read, JSON and CSV to compute with, and a roofline picture."""
+"""The results of a run: a table to read, JSON and CSV to compute with, and a roofline picture."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The name the kernel knows, and the widest vectors."""
+    """The name that the kernel knows, and the widest vectors that PyTorch uses."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

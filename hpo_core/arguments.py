@@ -107,11 +107,11 @@ def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str,
     except ValueError as error:
         if type(error) is ValueError:  # others, of the caller's own functions, may have other arguments than a message
             as_written = dict(zip(order, arguments, strict=False)) | keywords
-            error.args = (_told(function, as_written, str(error)),)
+            error.args = (_with_numbers(function, as_written, str(error)),)
         raise
 
 
-def _told(function: Any, given: dict[str, Any], message: str) -> str:
+def _with_numbers(function: Any, given: dict[str, Any], message: str) -> str:
     """The message of an error. A message that names no argument of the function, but a part of what the function makes,
     gets the numbers of the call in front: ``nft(floor=-1.0): head_numbers: expected ...``."""
     numbers = ", ".join(f"{name}={value!r}" for name, value in given.items() if _are_numbers(value))
@@ -185,7 +185,7 @@ def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any
 
 
 def as_float(name: str, number: SupportsFloat) -> float:
-    """The number as kernels take it: they know no number of NumPy and no fraction."""
+    """The number as a float: kernels know no number of NumPy and no fraction."""
     try:
         return float(number)
     except OverflowError:
@@ -303,14 +303,14 @@ def _examined_sequence(name: str, value: Any) -> Any:
 
 
 def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
-    kind_of = function.__globals__[kind]  # looked up at each call: this module cannot import it
+    expected = function.__globals__[kind]  # looked up at each call: this module cannot import the class
     got = value if inspect.isroutine(value) else type(value)
     fix = ""
     if kind == "PackedBatch" and hasattr(value, "batch"):  # of a micro-batch
         fix = "; pass its .batch"
     elif kind == "PackedBatch" and isinstance(value, Tensor):
         fix = "; PackedBatch.from_padded(mask) is one"
-    require_type(isinstance(value, kind_of), "{}: expected a {}, got {}{}", name, kind, got, fix)
+    require_type(isinstance(value, expected), "{}: expected a {}, got {}{}", name, kind, got, fix)
     return _examined_fields(name, value) if isinstance(value, tuple) else value
 
 

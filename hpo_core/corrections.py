@@ -12,7 +12,7 @@ from . import gates, ops
 from .backends import is_reference, resolve
 from .batch import PackedBatch
 from .gates import Channel, Correction, RatioGate
-from .metrics import Metrics, empty_metrics, is_debugging, observed
+from .metrics import Metrics, is_debugging, observed
 from .segment_exchange import reduce_over_ranks
 from .specs import MOST_ROW_CORRECTIONS, PolicyLossInputs, PolicyLossSpec, Unit
 
@@ -37,11 +37,8 @@ def corrected(
     joining = _joining(gate, batch, process_group) if logp_known else []
     for index, correction in enumerate(gate.corrections):
         pair = _channel(correction.channel, logp, inputs.old_logp, rollout)
-        if pair is None:
-            seen.append(Metrics(empty_metrics(inputs.logp.device)))
-            continue
         # An unknown logp says of no token that it counts, and needs not: a token's factor concerns no other token.
-        loss_reads = (_channel(gate.channel, logp, inputs.old_logp, rollout) or (logp, logp)) if logp_known else pair
+        loss_reads = _channel(gate.channel, logp, inputs.old_logp, rollout) if logp_known else pair
         read = _read(inputs, gate, loss_reads, pair, correction, batch)
         own = None
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
@@ -78,12 +75,13 @@ def _joining(gate: RatioGate, batch: PackedBatch, process_group: torch.distribut
 
 def _channel(
     channel: Channel, logp: torch.Tensor, old_logp: torch.Tensor | None, rollout: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The two policies of a log-ratio; None where they are the same."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two policies of a log-ratio; a sampler of which nothing is known is the old policy."""
     old = logp if old_logp is None else old_logp
+    sampler = old if rollout is None else rollout
     if channel is Channel.DISCREPANCY:
-        return None if rollout is None else (old, rollout)
-    return logp, old if channel is Channel.STALENESS or rollout is None else rollout
+        return old, sampler
+    return logp, old if channel is Channel.STALENESS else sampler
 
 
 def _read(

@@ -13,6 +13,7 @@ from .backends import is_reference
 from .batch import PackedBatch, as_batch
 from .checks import check, check_device, check_dtype, check_shape
 from .ops import is_traced
+from .ops.logprobs import check_last_dimension
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows
 from .support import among_ids, check_logits, check_of_rows, check_targets, checked_temperature, logit_types
@@ -305,11 +306,7 @@ def checked_call(
 def check_operands(logits: torch.Tensor, targets: torch.Tensor, reference: bool, least: int = 1) -> None:
     check_logits(logits, logit_types(reference), least)
     check_targets(targets, logits, "logits")
-    check(
-        logits.stride(-1) == 1 or logits.shape[-1] == 1 or logits.numel() == 0,
-        "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
-        logits.stride(-1),
-    )
+    check_last_dimension(logits)
 
 
 def _predicted(targets: torch.Tensor, batch: PackedBatch | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -82,7 +82,7 @@ def policy_loss(
 
     Args:
         logp: ``[T]`` (or the padded ``[B, L]``) float32, natural log-probabilities of the current policy.
-        old_logp: the same shape; those of the policy the ratios are taken to. None: on-policy, every ratio is 1.
+        old_logp: the same shape, of the policy that ratios compare with. None: on-policy, every ratio is 1.
         advantages: ``[S]``, one per row, or one of each ``advantage_level``. An ``[S]`` advantage is never expanded in
             memory.
         batch: a PackedBatch, or a padded mask ``[B, L]``. Values at masked positions are never read.
@@ -91,29 +91,29 @@ def policy_loss(
             tokens inside steps, where the gate has steps as a level), where the batch is the whole optimiser step: on
             one rank, and no part of ``batch.micro_batches``.
         rollout_logp: the same shape; log-probabilities as the sampler gave them, for gates with corrections or on the
-            total ratio. Without it the sampler is taken to be the policy of ``old_logp``: no correction of their
-            discrepancy.
+            total ratio. Gates that correct the difference of the sampler from ``old_logp`` need it
+            (``gate.needs_rollout``); in a total ratio ``old_logp`` stands for it where it is missing.
         ref_logp, kl: the reference policy and the penalty on it, :mod:`hpo_core.kl`; both or neither.
         entropy: ``[T]`` in nats, for ``window`` and the metrics.
-        window, threshold: an EntropyWindow and what its ``fit`` returned: only tokens it selects count in the policy
-            term.
-        selection: what a preset of :mod:`hpo_core.entropy` returned, a :class:`~hpo_core.entropy.Selection`: masks,
+        window, threshold: an EntropyWindow and the result of its ``fit``: only tokens that it selects count in the
+            policy term.
+        selection: the result of a preset of :mod:`hpo_core.entropy`, a :class:`~hpo_core.entropy.Selection`: masks,
             weights, bounds, and factors on the penalty and the advantages, in the shape of logp; in place of a window.
         token_mask: bool ``[T]``: tokens whose policy term counts. Denominators stay those of ``weights``.
         token_weight: float ``[T]``: factor on the policy term.
-        gate_inputs: what some gates read beside the batch, a :class:`~hpo_core.gates.GateInputs`: ``bounds``,
+        gate_inputs: inputs of some gates beside the batch, a :class:`~hpo_core.gates.GateInputs`: ``bounds``,
             ``target``, ``token_mask``, ``penalty_mask``, ``aggregates``, ``token_weight``. A gate that ``needs`` one
             names the function of :mod:`hpo_core.gates` that makes it.
         advantage_level: what advantages belong to: ``"row"``, the default; ``"token"``: ``[T]`` (or ``[B, L]``);
             ``"step"``: ``[N]``, of a step of several ranges that of the first; ``"trajectory"``, ``"group"``,
             ``"domain"``: entry i belongs to id i. It is said, never read off a shape, which may fit several.
         report: what to return beside loss and metrics, any of ``"tokens"``: loss_t ``[T]`` (detached; not multiplied by
-            ``weights``); ``"levels"``: what each level of the gate observed, a :class:`~hpo_core.LevelMetrics`, made of
+            ``weights``); ``"levels"``: metrics of each level of the gate, a :class:`~hpo_core.LevelMetrics`, made of
             the sums of its segments, without another sweep over log-probabilities (``gspo`` and others with quick
-            kernels take the way of all levels for it, within rounding of the same gradient); ``"corrections"``: what
-            each of the gate's corrections saw, :class:`~hpo_core.Metrics` in their order: log-ratios, KL and effective
+            kernels use the general ones then, within rounding of the same gradient); ``"corrections"``:
+            :class:`~hpo_core.Metrics` of each of the gate's corrections, in their order: log-ratios, KL and effective
             sample size of its channel, and ``selected_fraction``, the part of the tokens whose factor is not 0, for one
-            more sweep each; empty where ``rollout_logp`` is missing. Nothing else of the result changes.
+            more sweep each. Nothing else of the result changes.
         process_group: ranks over which levels named by ids span: rows with equal ``trajectory_ids``, ``group_ids`` or
             ``domain_ids``, and steps with equal ``step_ids``, form one segment wherever they lie (a trajectory cut over
             ranks is sequence parallelism).

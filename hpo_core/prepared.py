@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 
 from . import aggregation, gates, ops
-from .batch import Hierarchy, LeafTables, PackedBatch, as_batch
+from .batch import Hierarchy, LeafTables, PackedBatch, as_batch, valid_tokens
 from .checks import (
     as_constant,
     check,
@@ -27,7 +27,6 @@ from .entropy import EntropyWindow, Selection, WindowState
 from .entropy.selection import checked_selection, selected_tokens, shaped_advantages
 from .entropy.window import check_scorer, rounded_as
 from .gates import Channel, GateInputs, RatioGate
-from .gates.inputs import valid_tokens
 from .kl import KLPenalty
 from .metrics import Metrics, is_debugging
 from .segment_exchange import SegmentExchange, exchange_of
@@ -77,7 +76,7 @@ def check_options(function: Callable[..., object], options: Mapping[str, object]
 
 
 class Prepared(NamedTuple):
-    """What kernels take, and what is reported."""
+    """The arguments of kernels, and the requests for reports."""
 
     inputs: PolicyLossInputs
     spec: PolicyLossSpec
@@ -112,7 +111,7 @@ def prepare(
     _score: torch.Tensor | None = None,
     _logp_known: bool = True,
 ) -> Prepared:
-    """Check every argument once and bring it to what kernels take: contiguous, float32, one device. No caller of a
+    """Check every argument once and bring it into the form of kernels: contiguous, float32, one device. No caller of a
     public function passes ``_score``, the window's scores, and ``_logp_known``: else only the shape of logp counts."""
     # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
     logp = examined("logp", logp, "[T]")
@@ -133,6 +132,12 @@ def prepare(
             rollout_logp is None or gate.reads_rollout,
             "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as "
             "old_logp",
+            gate.name,
+        )
+        check(
+            rollout_logp is not None or not gate.needs_rollout,
+            "rollout_logp: the gate {!r} corrects what the sampler and old_logp differ by, and got none; pass the "
+            "sampler's log-probabilities (old_logp, where the sampler is the old policy), or another gate",
             gate.name,
         )
         check(

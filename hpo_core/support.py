@@ -23,7 +23,7 @@ from .checks import (
     require_type,
 )
 from .ops import is_traced
-from .ops.library import OPERATORS, check_operand, define, register
+from .ops.library import OPERATORS, check_operand, register
 from .specs import LOGITS
 
 _OF_FLOAT32 = torch.finfo(torch.float32)
@@ -205,10 +205,6 @@ def support_floor(
 
 # Each setting, and a value that leaves every token.
 _SETTINGS: dict[Setting, float] = {_TEMPERATURE: 1.0, _TOP_K: 0, _TOP_P: 1.0, _MIN_P: 0.0}
-define(
-    "support_floor(Tensor logits, Tensor? temperatures, float temperature, Tensor? top_ks, SymInt top_k, "
-    "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p) -> Tensor"
-)
 
 
 def _given(arguments: Sequence[Any]) -> Iterator[tuple[Setting, Any, Any]]:
@@ -252,7 +248,14 @@ def _check_operands(logits: torch.Tensor, *arguments: Any) -> None:
         check_operand(f"{setting.name}s", each, logits.shape[:-1], (dtype,), ("logits", logits), "rows of logits")
 
 
-register("support_floor", _support_floor, _empty, _check_operands, strided=("logits",))
+register(
+    "support_floor(Tensor logits, Tensor? temperatures, float temperature, Tensor? top_ks, SymInt top_k, "
+    "Tensor? top_ps, float top_p, Tensor? min_ps, float min_p) -> Tensor",
+    _support_floor,
+    _empty,
+    _check_operands,
+    strided=("logits",),
+)
 
 
 def _places(at: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:

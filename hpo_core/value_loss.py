@@ -10,10 +10,9 @@ import torch
 
 from . import aggregation
 from .arguments import examines
-from .batch import PackedBatch, as_batch, spread_rows
+from .batch import PackedBatch, as_batch, spread_rows, valid_tokens
 from .checks import check, check_device, check_precise, check_shape_of_tokens, checked_constant
 from .distributed import sum_in_order
-from .gates.inputs import valid_tokens
 from .metrics import Observations, is_debugging, ratio
 
 _FLAG = "at a valid token a value, old value, return or weight was NaN or infinite; the token was left out"

@@ -46,8 +46,8 @@ def shards(columns: int, group: ProcessGroup, sizes: Sequence[int] | None) -> Sh
 
 def check_shards(group: ProcessGroup | None, sizes: Sequence[int] | None) -> None:
     """Check that sizes of shards come with their ranks: without these, logits of one shard would be a vocabulary."""
-    alone = group is not None or sizes is None
-    check(alone, "vocabulary_sizes: expected None without a process_group, got {}; pass process_group=, too", sizes)
+    is_right = group is not None or sizes is None
+    check(is_right, "vocabulary_sizes: expected None without a process_group, got {}; pass process_group=, too", sizes)
 
 
 def all_rows(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -115,8 +115,8 @@ def _localised(given: dict[str, Any], dimensions: dict[str, int]) -> dict[str, A
         total, ranks = tensor.shape[dimension], tensor.device_mesh.size()
         most = -(-total // ranks)
         sizes = [min(max(total - rank * most, 0), most) for rank in range(ranks)]
-        told = given.get("vocabulary_sizes")
-        is_right = told is None or list(told) == sizes
-        check(is_right, "vocabulary_sizes: expected None or {}, those of the shards of {}, got {}", sizes, name, told)
+        asked = given.get("vocabulary_sizes")
+        is_right = asked is None or list(asked) == sizes
+        check(is_right, "vocabulary_sizes: expected None or {}, those of the shards of {}, got {}", sizes, name, asked)
         local |= {name: tensor.to_local(grad_placements=[placement]), "process_group": group, "vocabulary_sizes": sizes}
     return local

@@ -266,10 +266,6 @@ def test_fake_tensors_outside_their_mode_are_refused():
         make(mask=fake, validate=False)
 
 
-def len_of(batch):
-    return object()
-
-
 def test_transforms_cache_nothing():
     batch = make()
     torch.func.grad(lambda logp: hpo.policy_loss(logp, None, torch.ones(3), batch).loss)(torch.zeros(TOKENS))
@@ -332,19 +328,23 @@ def test_a_capture_neither_fills_nor_reads_the_cache(capturing):
     assert batch.once(aggregation.token_mean) is weights
 
 
+def new_object(batch):
+    return object()
+
+
 def test_a_capture_takes_sizes_of_an_earlier_call(capturing):
     batch = make()
     capturing(True)
     with pytest.raises(ValueError, match="call the loss once before the capture"):
-        batch.once(len_of, static=True)
+        batch.once(new_object, static=True)
     capturing(False)
-    before = batch.once(len_of, static=True)
+    before = batch.once(new_object, static=True)
     capturing(True)
     batch.mask.logical_not_()
-    assert batch.once(len_of, static=True) is before
+    assert batch.once(new_object, static=True) is before
     batch.cu_seqlens.clamp_(max=7)
     with pytest.raises(ValueError, match=r"batch: .* inside a CUDA graph"):
-        batch.once(len_of, static=True)
+        batch.once(new_object, static=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ threads

@@ -242,6 +242,14 @@ def by_default_with_a_selection(batch, logp, old, advantages):
     hpo.entropy.forking_tokens("0.5").selection(old.abs(), batch)
 
 
+def fitted_by_default(batch, logp, old, advantages):
+    hpo.entropy.forking_tokens("0.5").fit(old.abs(), batch)
+
+
+def fitted_and_applied_by_default(batch, logp, old, advantages):
+    hpo.entropy.forking_tokens("0.5").fit_apply(old.abs(), batch)
+
+
 def unsaid(batch, *_):
     aggregation.token_mean(batch, process_group=dist.group.WORLD)
 
@@ -268,7 +276,9 @@ def averaged_of_this_rank(batch, *_):
         (by_default, "weights: 2 ranks are initialised, .*gradient_reduction='mean'"),
         (by_default_in_the_single_call, "weights: 2 ranks are initialised"),
         (by_default_with_a_window, r"threshold: 2 ranks are initialised, .*=window\.fit\(.*process_group="),
-        (by_default_with_a_selection, r"state: 2 ranks are initialised, .*=window\.fit\(.*process_group="),
+        (by_default_with_a_selection, r"batch: 2 ranks are initialised, .*; pass state=window\.fit\(.*process_group="),
+        (fitted_by_default, "batch: 2 ranks are initialised, .*; pass process_group=.*, or a window with scope='call'"),
+        (fitted_and_applied_by_default, "batch: 2 ranks are initialised, .*; pass .* fit with process_group="),
         (unsaid, "gradient_reduction: 2 ranks are initialised: .*'mean' if the engine averages gradients"),
         (unsaid_total, "gradient_reduction: 2 ranks"),
         (of_this_rank, "gradient_reduction: 2 ranks .* pass process_group="),

@@ -1,4 +1,4 @@
-"""A rank without rows keeps no other waiting: two processes, of which one has nothing."""
+"""A rank without rows keeps no other rank waiting: two processes, of which one has no rows."""
 
 import functools
 
@@ -52,8 +52,8 @@ def loss(rank, holders, gate, requires_grad):
 @pytest.mark.parametrize("gate", [GATE, CORRECTED], ids=["levels", "corrected"])
 def test_losses(gate, holder):
     results = on_ranks(2, loss, (holder,), gate, True)
-    (own, tokens, grad), (nothing, also, none) = results[holder], results[1 - holder]
-    assert tokens == also == 4 and nothing == 0 and not none
+    (own, tokens, grad), (empty_loss, same_tokens, empty_grad) = results[holder], results[1 - holder]
+    assert tokens == same_tokens == 4 and empty_loss == 0 and not empty_grad
     batch, logp, values = given(0, 0)
     alone = hpo.policy_loss_and_grad(
         logp, logp - 0.3, values, batch, gate, rollout_logp=logp - 0.31 if gate.corrections else None
@@ -62,7 +62,7 @@ def test_losses(gate, holder):
 
 
 def test_an_empty_rank_whose_logp_requires_no_gradient():
-    """The gradient of a segment that two ranks share has collectives, in the forward: the third makes them, too."""
+    """The gradient of a segment that two ranks share has collectives in the forward; the third rank makes them, too."""
     assert [tokens for _, tokens, _ in on_ranks(3, loss, (0, 1), GATE, False)] == [8, 8, 8]
 
 
@@ -110,7 +110,7 @@ def test_the_single_call(holder):
     assert results[0][1] == results[1][1] and results[1 - holder][0] == 0 != results[holder][0]
 
 
-# What is said of the rewards and ids of both ranks.
+# The rewards and the ids of both ranks, and the error that both get.
 REWARDS, IDS = torch.tensor([1.0, 0.0]), torch.tensor([7, 7])
 DISAGREE = "group_ids: expected tensors of one dtype and one shape behind the first size on all ranks, got "
 NO_UNITS = "rewards: expected shape [U] (one per unit), got a tensor of "
@@ -153,13 +153,13 @@ def flagged(rank):
     ):
         with pytest.raises(FloatingPointError, match="bad_advantages = 2") as raised:
             call(logp, None, values, batch, **options)
-        dist.all_reduce(torch.ones(1))  # nobody is left behind
+        dist.all_reduce(torch.ones(1))  # no rank waits for another
         said.append(str(raised.value))
     return said
 
 
 def flagged_in_the_single_call(rank):
-    """One rank has a NaN log-probability; of the gate on tokens only the window spans the ranks."""
+    """One rank has a NaN log-probability; the gate is on tokens, so the window alone spans the ranks."""
     hpo.metrics._DEBUG = True
     batch, logp, rewards = given(0, 0)
     new = logp.clone()

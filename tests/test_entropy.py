@@ -356,7 +356,8 @@ def test_complementary_rules_split_the_tokens(backend, layout):
 
 
 def test_micro_batches_share_the_threshold_of_the_step(backend):
-    """A threshold fitted once gives any part the mask of the whole; thresholds fitted on parts do not."""
+    """A threshold fitted once gives any part the mask of the whole; thresholds of calls on parts do not, and a window
+    over the batch refuses to fit one."""
     values, batch = worked(backend)
     for window in (forking_tokens("0.2"), ares(4, "0.5")):
         state = window.fit(values, batch, backend=backend)
@@ -364,8 +365,10 @@ def test_micro_batches_share_the_threshold_of_the_step(backend):
         own = []
         for part, _, _, tokens in batch.micro_batches(7):
             assert torch.equal(window.apply(values[tokens], part, state, backend=backend), whole[tokens])
-            fitted = window.fit(values[tokens], part, backend=backend)
-            own.append(window.apply(values[tokens], part, fitted, backend=backend))
+            for fit in (window.fit, window.fit_apply):
+                with pytest.raises(ValueError, match=r"^batch: .* a part .*; pass a window with scope='call', or"):
+                    fit(values[tokens], part, backend=backend)
+            own.append(dataclasses.replace(window, scope="call").fit_apply(values[tokens], part, backend=backend)[1])
         assert not torch.equal(torch.cat(own), whole)
 
 

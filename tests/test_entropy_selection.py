@@ -23,7 +23,7 @@ from hpo_core.testing import Layout, ScoresExample
 def select(backend, example):
     """Threshold and counts of an order statistic."""
     score, numerator, denominator, rule = testing.move(example, testing.device_of(backend))
-    threshold, counts = ops.order_statistic(score, numerator, denominator, rule, backend)
+    threshold, counts = ops.order_statistic(score, numerator, denominator, rule, None, None, backend)
     return threshold.cpu(), counts.cpu()
 
 
@@ -59,7 +59,7 @@ def test_order_statistics_of_every_size(backend, count, kind):
 
 def test_keeps_every_promise_of_order_statistics(backend):
     def fn(score, numerator, denominator, rule):
-        return ops.order_statistic(score.contiguous(), numerator, denominator, rule, backend)
+        return ops.order_statistic(score.contiguous(), numerator, denominator, rule, None, None, backend)
 
     examples = 60 if backend == "cpu" else 10
     report = testing.check(fn, "order_statistic", examples=examples, device=testing.device_of(backend))
@@ -135,12 +135,12 @@ def assert_selects_tokens(backend, values, batch, numerator=4, rule=OrderRule.CE
     moved, packed = values.to(device), [None if tensor is None else tensor.to(device) for tensor in given]
     scores = scores_of(values, *given)
     expected, population = reference_order_statistic(scores, numerator, 5, rule)
-    threshold, counts = ops.order_statistic(moved, numerator, 5, rule, backend, *packed)
+    threshold, counts = ops.order_statistic(moved, numerator, 5, rule, *packed, backend)
     assert counts.tolist() == population.tolist()
     assert threshold.cpu().numpy().tobytes() == expected.numpy().tobytes()
     masks = []
     for strict in (False, True):
-        mask = ops.select(moved, threshold, strict, backend, *packed).cpu()
+        mask = ops.select(moved, threshold, strict, *packed, backend).cpu()
         assert mask.dtype == torch.bool and torch.equal(mask, reference_select(scores, expected, strict))
         masks.append(mask)
     return masks
@@ -226,7 +226,7 @@ def test_scores_are_compared_as_they_are(backend, threshold):
     values = torch.tensor([0.5, -math.inf, math.nan, math.inf, 0.0, -0.0, 1.0, 0.25] * 300)[: 8 * 300 - 3]
     device, limit = testing.device_of(backend), torch.tensor([threshold])
     for strict in (False, True):
-        mask = ops.select(values.to(device), limit.to(device), strict, backend).cpu()
+        mask = ops.select(values.to(device), limit.to(device), strict, None, None, backend).cpu()
         assert torch.equal(mask, values > limit if strict else values >= limit)
         assert torch.equal(mask, reference_select(values, limit, strict))
 
@@ -251,8 +251,8 @@ def test_same_bits_on_any_number_of_threads(backend):
     outs = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        threshold, counts = ops.order_statistic(values, 4, 5, OrderRule.CEIL, backend, *given)
-        mask = ops.select(values, threshold, False, backend, *given)
+        threshold, counts = ops.order_statistic(values, 4, 5, OrderRule.CEIL, *given, backend)
+        mask = ops.select(values, threshold, False, *given, backend)
         outs.append((*select(backend, scores), threshold, counts, mask))
     assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
 

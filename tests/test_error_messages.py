@@ -41,6 +41,13 @@ ERRORS = [
         for name, (made, rest) in CALLED.items()
     ),
     (lambda: gates.tis(gate=gates.gspo), r"gate: expected a RatioGate, got the function gspo; call it: gspo\(\)"),
+    *(
+        (
+            lambda gate=gate: _loss(gate=gate),
+            f"rollout_logp: the gate '{gate.name}' corrects .*, and got none; pass the",
+        )
+        for gate in (gates.tis(), gates.mis(), gates.icepop(), gates.decoupled(), gates.hispo())
+    ),
     (lambda: _loss(gate="gspo"), r"gate: expected a RatioGate such as gates.dapo\(\), got 'gspo'"),
     (lambda: _loss(gate=torch.zeros(99)), r"gate: expected a RatioGate .*, got a tensor \[99\] of float32"),
     (lambda: hpo.hierarchical_policy_loss(TOKENS, None, ROWS, BATCH, advantage="grpo"), "advantage: .*, got 'grpo'"),

@@ -145,13 +145,6 @@ def test_success_rates_of_0_and_1(native_backends):
                 assert torch.isfinite(out.loss), (backend, rate)
 
 
-def test_without_the_sampler_nothing_is_corrected(backend):
-    example = Example(0)
-    bare = example.run(gates.ppo_clip(), backend)
-    for gate in (gates.icepop(), gates.tis(), gates.decoupled(), gates.mis()):
-        assert torch.equal(example.run(gate, backend).grad, bare.grad)
-
-
 def test_corrections_compose(backend):
     """Masks and weights multiply, in any order, and with what the caller gives."""
     example = Example(0)

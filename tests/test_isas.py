@@ -54,11 +54,11 @@ def results():
         yield (entropy.window_aggregate(window.values, window.batch, spread),)
         yield entropy.quantiles(window.values, window.batch, "0.7"), entropy.top_k(window.values, window.batch, 3)
         yield (entropy.top_k(window.values, window.batch, 30, scope="call"),)
-        tokens = (window.values, 4, 5, OrderRule.CEIL, None, window.batch.mask, window.batch.cu_seqlens)
+        tokens = (window.values, 4, 5, OrderRule.CEIL, window.batch.mask, window.batch.cu_seqlens, None)
         threshold, counts = ops.order_statistic(*tokens)
         yield threshold, counts, ops.select(window.values, threshold, seed % 2 == 0, *tokens[4:])
         score, *quantile = testing.random_scores(seed, (40, 50000)[seed % 10 == 0])
-        yield ops.select_top(score, *quantile, seed % 2 == 0, None)
+        yield ops.select_top(score, *quantile, seed % 2 == 0, None, None, None)
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for vocabulary in (1, 63, 1003, 4500):

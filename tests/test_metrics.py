@@ -347,12 +347,6 @@ def test_metrics_of_corrections_change_no_bit(given, backend):
     assert plain.corrections == ()
 
 
-def test_a_correction_without_its_channel_has_empty_metrics(backend):
-    token, row, stale = corrected_call(backend, ("corrections",), rollout_logp=None).corrections
-    assert token.vector.equal(empty_metrics(token.vector.device)) and row["tokens"] == 0.0
-    assert stale["tokens"] == 5.0
-
-
 def test_metrics_of_corrections_need_a_gate_with_corrections():
     batch = hpo.PackedBatch.from_lengths([1])
     with pytest.raises(ValueError, match=r"report: 'corrections' is for a gate with corrections, got 'ppo_clip'"):

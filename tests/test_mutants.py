@@ -74,7 +74,7 @@ def test_rank_local_quantile_is_killed(three_ranks, monkeypatch):
     window = importlib.import_module("hpo_core.entropy.window")
 
     def of_rank(score, scope, scopes, quantile, rule, group):
-        threshold, counts = hpo.ops.order_statistic(score, *quantile, rule, None)
+        threshold, counts = hpo.ops.order_statistic(score, *quantile, rule, None, None, None)
         return threshold, counts[None]
 
     monkeypatch.setattr(window, "quantiles_over_ranks", of_rank)

@@ -20,7 +20,7 @@ from valid_calls import calls
 import hpo_core as hpo
 from hpo_core import ops, testing
 from hpo_core.native import Native
-from hpo_core.specs import Boundary, Invalid, OrderRule, PolicyLossInputs
+from hpo_core.specs import Boundary, Invalid, OrderRule, PolicyLossInputs, WindowAggregate
 
 OPERATORS = torch.ops.hpo_core
 OPERATOR_CALLS = [each for each in calls() if each.name.startswith("torch.ops.")]
@@ -442,8 +442,9 @@ def test_no_kernel_writes_behind_its_workspace(backend, monkeypatch):
         for entropy in (None, scores):
             loss = functools.partial(hpo.policy_loss_and_grad, gate=gate, entropy=entropy, backend=backend, **rollout)
             loss(tokens.logp, tokens.old_logp, tokens.advantages, batch)
-    ops.window_score(scores, batch.mask, batch.cu_seqlens, -3, 4, Boundary.ZERO, Invalid.SKIP, backend)
-    ops.select_top(scores, *quantile, True, backend, batch.mask, batch.cu_seqlens)
+    window = (-3, 4, Boundary.ZERO, Invalid.SKIP, WindowAggregate.MEAN)
+    ops.window_score(scores, batch.mask, batch.cu_seqlens, *window, backend)
+    ops.select_top(scores, *quantile, True, batch.mask, batch.cu_seqlens, backend)
     ops.order_statistics(scores, *scopes, *quantile, batch.mask, backend)
     ops.select_exact(scores, *scopes[:2], each[: rows // 2], None, batch.mask, backend)
     ops.group_statistics(each.float(), each // 3, None, None, backend)

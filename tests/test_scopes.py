@@ -502,8 +502,8 @@ def test_more_values_than_kernels_can_count_are_refused():
     values, offsets = torch.empty(2**31, device="meta"), torch.tensor([0, 2**31], device="meta")
     one = torch.ones(1, dtype=torch.int64, device="meta")
     calls = (
-        lambda: ops.order_statistics(values, offsets, None, 1, 1, 2, OrderRule.FLOOR, None),
-        lambda: ops.select_exact(values, offsets, None, one, None, None),
+        lambda: ops.order_statistics(values, offsets, None, 1, 1, 2, OrderRule.FLOOR, None, None),
+        lambda: ops.select_exact(values, offsets, None, one, None, None, None),
     )
     for call in calls:
         with pytest.raises(ValueError, match=r"^values: expected fewer than 2\^31, .*, got 2147483648; make several"):

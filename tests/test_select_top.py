@@ -28,17 +28,17 @@ def assert_selects_top(backend, values, batch=None, quantile=(4, 5), rule=OrderR
     device = testing.device_of(backend)
     packed = (None, None) if batch is None else (batch.mask, batch.cu_seqlens)
     moved = [None if tensor is None else tensor.to(device) for tensor in (values, *packed)]
-    threshold, counts = ops.order_statistic(moved[0], *quantile, rule, backend, *moved[1:])
+    threshold, counts = ops.order_statistic(moved[0], *quantile, rule, *moved[1:], backend)
     if values.numel() <= 5_000 or batch is None:  # the reference loops over tokens
         expected = reference.order_statistic(values, *quantile, rule, *packed)
         assert threshold.shape == (1,) and same(threshold, expected[0]) and same(counts, expected[1])
     masks = []
     for strict, threads in itertools.product((True, False), (1, 2) if backend == "cpu" else (1,)):
         torch.set_num_threads(threads)
-        out = ops.select_top(moved[0], *quantile, rule, strict, backend, *moved[1:])
+        out = ops.select_top(moved[0], *quantile, rule, strict, *moved[1:], backend)
         assert same(out[0], threshold) and same(out[1], counts)
         assert out[2].dtype == torch.bool and out[2].shape == values.shape
-        assert same(out[2], ops.select(moved[0], threshold, strict, backend, *moved[1:]))
+        assert same(out[2], ops.select(moved[0], threshold, strict, *moved[1:], backend))
         masks.append(out[2].cpu())
     if batch is None:
         assert same(masks[-1], values >= threshold.cpu()) and same(masks[0], values > threshold.cpu())

@@ -97,7 +97,7 @@ def test_a_window_over_the_step_is_not_fitted_on_a_part_of_it():
     batch, entropy = hpo.PackedBatch.from_lengths([3, 2]), torch.arange(5.0)
     window, state = hpo.entropy.forking_tokens("0.5"), hpo.entropy.forking_tokens("0.5").fit(entropy, batch)
     part, _, _, tokens = next(iter(batch.micro_batches(3)))
-    with pytest.raises(ValueError, match=r"state: this batch is a part .*pass .*scope='call', or state=window\.fit\("):
+    with pytest.raises(ValueError, match=r"batch: this batch is a part .*pass .*scope='call', or state=window\.fit\("):
         window.selection(entropy[tokens], part)
     assert window.selection(entropy[tokens], part, state).threshold == 2
     assert hpo.entropy.forking_tokens("0.5", scope="call").selection(entropy[tokens], part).threshold == 1

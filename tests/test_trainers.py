@@ -280,7 +280,7 @@ def test_openrlhf_is_replaced_where_its_actor_looks_the_name_up(monkeypatch):
 )
 @pytest.mark.parametrize("gate", ["gspo", ""])
 def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(gate, name, main, arguments, monkeypatch):
-    """They stand beside what the trainer itself asks of Ray."""
+    """Both stand beside the options with which the trainer itself starts Ray."""
     monkeypatch.setenv("HPO_GATE", gate)
     monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
     asked, bare = {}, {}
@@ -554,7 +554,7 @@ def test_verl_agent_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch)
 
 @pytest.mark.parametrize("far", [9.0, math.inf])
 def test_a_clamped_penalty_is_that_of_the_tokens_that_the_loss_counts(far):
-    """Not of one without an old log-probability, nor of a row without a weight, nor of one in no row."""
+    """A token without an old log-probability has none, nor has one of a row without a weight, nor one in no row."""
     batch = hpo.PackedBatch(torch.tensor([0, 2, 4]), total_tokens=5)
     logp, ref, old = torch.full((5,), -1.0), torch.full((5,), far), torch.tensor([-1, math.nan, -1, -1, -1])
     out = token_loss(

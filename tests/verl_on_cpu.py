@@ -25,7 +25,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @PlatformRegistry.register(platform="cpu")
 class CPU(PlatformBase):
-    """What verl asks of a device, answered for one that has nothing to ask."""
+    """The platform that verl asks about its device, for a machine without an accelerator."""
 
     device_name = vendor_name = "cpu"
     device_module = types.SimpleNamespace(
@@ -106,7 +106,7 @@ ROOT = "actor_rollout_ref"
 
 
 def configuration(path: Path, dtype: str, *lines: str, **settings: Any) -> Any:
-    """verl's own, and of it what the CPU and these tests need; ``lines`` come last."""
+    """verl's own configuration, with the settings that the CPU and these tests need; ``lines`` come last."""
     import verl
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf

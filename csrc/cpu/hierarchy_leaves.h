@@ -80,7 +80,7 @@ struct Leaves {
     for (int64_t block = 1; block < blocks(p); ++block) body(task(p) + block);
   }
 
-  // Calls body(first, end) for what lies outside every leaf.
+  // Calls body(first, end) for the tokens outside every leaf.
   template <class Body>
   void for_each_gap(const Body& body) const {
     int64_t covered = 0;

@@ -10,7 +10,7 @@ namespace {
 // ---------------------------------------------------------------------------------------------------- order statistics
 //
 // Radix selection on order_key: 9 bits (sign and exponent), 12 and 11, with a barrier of all blocks behind each. Sums of
-// integer counts do not depend on the order. What other blocks have counted is read past the first-level cache.
+// integer counts do not depend on the order. Counts of other blocks are read past the first-level cache.
 
 constexpr int kTopBins = 512, kMiddleBins = 4096, kLowBins = 2048;
 constexpr int kCopies = 16;  // of the first histogram in a block: scores share few exponents, and atomics would collide

@@ -4,8 +4,8 @@
 // A warp takes a tile (units.cuh) and keeps its sums in registers; nothing but a block's total reaches memory. The grid
 // depends on the sizes only, so that the order of every sum does too.
 //
-// The sweep takes for granted that offsets ascend. If some do not, rows may lie in each other's way, and what the blocks have
-// written counts for nothing: the last block, which knows, does everything again by itself.
+// The sweep takes for granted that offsets ascend. If some do not, rows may overlap, and the results of the blocks count for
+// nothing: the last block, which reads the number of bad offsets, does everything again by itself.
 #include "gates_ratio.cuh"
 #include "tickets.cuh"
 
@@ -72,8 +72,8 @@ __device__ __forceinline__ void clear_all(const PolicyLossArgs& args) {
   __syncthreads();
 }
 
-// Whether a row has a valid token in [begin, end). Only rows ask that have none in their first tile, such as those that begin
-// with a long prompt, so masks are read many at once.
+// Whether a row has a valid token in [begin, end). Only rows without one in their first tile ask, such as those that begin with
+// a long prompt, so masks are read many at once.
 template <bool REFERENCE>
 __device__ __forceinline__ bool has_valid(const PolicyLossArgs& args, int64_t begin, int64_t end) {
   constexpr int kAtOnce = 32;

@@ -25,7 +25,8 @@ def g2rpo(
     """G2RPO: rewards become the normal quantiles of their ranks, ``Phi^-1((k - 1/2) / n)``, ties their mean (arXiv
     2604.08539). Returns ``[S]`` float32.
 
-    Sums to 0 in each group; any increasing map of the rewards leaves it as it is; at most ``Phi^-1(1 - 1 / 2n)``.
+    The advantages of a group sum to 0 and are at most ``Phi^-1(1 - 1 / 2n)``; an increasing map of the rewards does not
+    change them.
 
     >>> g2rpo(torch.tensor([0.3, 0.1, 0.3, 0.9, 0.5]), None)
     tensor([-0.2622, -1.2816, -0.2622,  1.2816,  0.5244])
@@ -85,7 +86,8 @@ def pass_at_k(
 
     With c of n correct: ``rho = 1 - C(n - c, k) / C(n, k)``, ``sigma = sqrt(rho (1 - rho))``, correct ones get
     ``(1 - rho) / (sigma + eps)``, the others ``(1 - rho - C(n - c - 1, k - 1) / C(n - 1, k - 1)) / (sigma + eps)``. k =
-    1 is GRPO with ddof 0. Sums to 0; where k responses always or never hold a correct one, and where n < k, 0.
+    1 is GRPO with ddof 0. The advantages of a group sum to 0; where k responses always or never hold a correct one, and
+    where n < k, they are 0.
 
     Args:
         is_correct: ``[S]`` bool.
@@ -127,7 +129,7 @@ def grpo_passk(
     """GRPO for pass@k: the best response of a group learns from its lead over the second best, the others do not (arXiv
     2503.19595, verl's ``grpo_passk``). Returns ``[S]`` float32.
 
-    ``A = (r_1 - r_2) / (std_g + eps)``, ddof 1, for the best, 0 for all others. Does not sum to 0.
+    ``A = (r_1 - r_2) / (std_g + eps)``, ddof 1, for the best, 0 for all others: the sum of a group is not 0.
 
     Args:
         scaled: False leaves out the standard deviation.
@@ -200,7 +202,7 @@ def qae(
     ``quantile`` of the group does not exceed (arXiv 2509.22611). Returns ``[S]`` float32.
 
     Of rewards of 0 and 1, p of them 1, Q is 0 where ``p <= 1 - quantile``: hard prompts teach by their successes alone,
-    easy ones by their mistakes alone, ``1 / sqrt(p (1 - p))`` each. Does not sum to 0.
+    easy ones by their mistakes alone, ``1 / sqrt(p (1 - p))`` each. The sum of a group is not 0.
 
     Args:
         quantile: .4 in the paper. More of it takes more prompts for easy.
@@ -257,8 +259,8 @@ def mc_grpo(
     scale = _lower_median(centred.abs(), ids, member) + eps
     advantages = torch.where((centred == 0) | (scale == 0), 0.0, centred / scale)
     if rescaled:
-        left = statistics((advantages != 0).float(), ids, mask=member, backend=backend).mean
-        advantages = torch.where(advantages == 0, 0.0, advantages / left)
+        share = statistics((advantages != 0).float(), ids, mask=member, backend=backend).mean
+        advantages = torch.where(advantages == 0, 0.0, advantages / share)
     return as_advantages(advantages, rewards, backend)
 
 

@@ -11,9 +11,8 @@ import math
 
 import torch
 
-from ..batch import PackedBatch, spread_rows
+from ..batch import PackedBatch, place_in_row, spread_rows, valid_tokens
 from ..checks import check, check_precise, check_rows, check_tokens
-from ..gates.inputs import place_in_row, valid_tokens
 from ..segments import Chains, chains, dense_ids, recurrence, scan, statistics
 from ..specs import Provenance
 from .flat import whiten

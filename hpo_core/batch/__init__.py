@@ -7,11 +7,13 @@ from .hierarchy import (
     alone_without,
     first_ranges,
     of_row,
+    place_in_row,
     renumber,
     row_at,
     row_counts,
     rows_of_tokens,
     spread_rows,
+    valid_tokens,
 )
 from .packed import PackedBatch, as_batch
 from .padded import takes_padded
@@ -25,10 +27,12 @@ __all__ = [
     "as_batch",
     "first_ranges",
     "of_row",
+    "place_in_row",
     "renumber",
     "row_at",
     "row_counts",
     "rows_of_tokens",
     "spread_rows",
     "takes_padded",
+    "valid_tokens",
 ]

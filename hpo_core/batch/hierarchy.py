@@ -121,6 +121,11 @@ def rows_of_tokens(batch: PackedBatch) -> torch.Tensor:
     return torch.repeat_interleave(lengths, output_size=tokens).to(torch.int32)
 
 
+def valid_tokens(batch: PackedBatch) -> torch.Tensor:
+    inside = batch.once(rows_of_tokens) < batch.rows
+    return inside if batch.mask is None else inside & batch.mask.reshape(-1)
+
+
 def row_counts(batch: PackedBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
     """The valid tokens of each row, ``[S]`` int64; with a mask ``[T]`` the chosen ones among them."""
     mask = batch.mask
@@ -132,6 +137,13 @@ def row_counts(batch: PackedBatch, chosen: torch.Tensor | None = None) -> torch.
 def spread_rows(values: torch.Tensor, batch: PackedBatch, nowhere: float) -> torch.Tensor:
     """Values of rows ``[S]`` at their tokens ``[T]``, ``nowhere`` outside all rows."""
     return torch.cat((values, values.new_full((1,), nowhere))).index_select(0, batch.once(rows_of_tokens))
+
+
+def place_in_row(tokens: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """How many of these tokens, ``[T]`` bool, come before each token in its row; no number of use outside all rows."""
+    before = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))
+    first = before[batch.cu_seqlens[:-1].clamp(0, tokens.numel())]
+    return before[:-1] - spread_rows(first, batch, 0)
 
 
 def of_row(values: torch.Tensor, row: torch.Tensor, nowhere: float) -> torch.Tensor:

@@ -105,7 +105,7 @@ def window_aggregate(
     """
     batch = as_batch(batch)
     flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
-    rules = (BOUNDARIES[window.boundary], INVALID[window.invalid], backend, _AGGREGATES[window.aggregate])
+    rules = (BOUNDARIES[window.boundary], INVALID[window.invalid], _AGGREGATES[window.aggregate], backend)
     spans = batch.once(PackedBatch.spans)
     return ops.window_score(flat, batch.mask, spans, window.first, window.last, *rules).reshape(values.shape)
 

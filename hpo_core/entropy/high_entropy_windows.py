@@ -13,10 +13,9 @@ from fractions import Fraction
 import torch
 import torch.distributed
 
-from ..batch import PackedBatch, row_counts, spread_rows
+from ..batch import PackedBatch, row_counts, spread_rows, valid_tokens
 from ..checks import check, check_precise, check_scalar, check_tokens
 from ..distributed import gather
-from ..gates.inputs import valid_tokens
 from ..specs import OrderRule, Provenance
 from .aggregates import Window, window_aggregate
 from .rewards import at_difficulty, check_difficulty, check_three

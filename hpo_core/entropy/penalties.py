@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 
 from ..arguments import check_compat, check_pair
-from ..batch import PackedBatch, row_counts, spread_rows
+from ..batch import PackedBatch, row_counts, spread_rows, valid_tokens
 from ..checks import check, check_device, check_precise, check_rows, check_scalar, check_tokens
 from ..distributed import sum_in_order
-from ..gates.inputs import valid_tokens
 from ..specs import Provenance
 from .maps import two_knot
 from .signals import preset

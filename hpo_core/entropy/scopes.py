@@ -335,7 +335,7 @@ def _quantile_of_call(
     """The whole call is one scope, for which all threads and blocks work together."""
 
     def statistic(rule: OrderRule) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.order_statistic(values, *quantile, rule, backend, batch.mask, batch.cu_seqlens)
+        return ops.order_statistic(values, *quantile, rule, batch.mask, batch.cu_seqlens, backend)
 
     if rule is not OrderRule.LINEAR:
         return statistic(rule)[0]

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..arguments import constants, examines, parameter_names
-from ..batch import PackedBatch, takes_padded
+from ..batch import PackedBatch, takes_padded, valid_tokens
 from ..checks import check_precise, check_tokens
-from ..gates.inputs import per_token, valid_tokens
+from ..gates.inputs import per_token
 from ..specs import Provenance
 from .selection import Selection
 

@@ -6,9 +6,8 @@ import torch
 
 from ..advantages.terms import as_advantages, known
 from ..arguments import constant
-from ..batch import PackedBatch, row_counts, spread_rows
+from ..batch import PackedBatch, place_in_row, row_counts, spread_rows
 from ..checks import check_rows
-from ..gates.inputs import place_in_row
 from ..segments import dense_ids, statistics
 from ..specs import Provenance
 from .signals import preset, read

@@ -19,7 +19,7 @@ from ..backends import choice, is_reference
 from ..batch import PackedBatch, as_batch
 from ..checks import check, check_precise, check_shape, require_type
 from ..distributed import check_is_step
-from ..specs import INDEX_RULES, OrderRule, Provenance
+from ..specs import INDEX_RULES, OrderRule, Provenance, WindowAggregate
 from .aggregates import BOUNDARIES, INVALID, Window, flat_values
 from .ranks import quantiles_over_ranks
 from .scopes import exact_fraction
@@ -94,8 +94,8 @@ class EntropyWindow(Short):
         batch = as_batch(batch)
         flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
         rows = batch.cu_seqlens if self.first == self.last == 0 else batch.once(PackedBatch.spans)
-        window = (self.first, self.last, BOUNDARIES[self.boundary], INVALID[self.invalid])
-        return ops.window_score(flat, batch.mask, rows, *window, backend)
+        rules = (BOUNDARIES[self.boundary], INVALID[self.invalid], WindowAggregate.MEAN)
+        return ops.window_score(flat, batch.mask, rows, self.first, self.last, *rules, backend)
 
     @examines
     def fit(
@@ -108,6 +108,10 @@ class EntropyWindow(Short):
     ) -> WindowState:
         """The exact threshold over all tokens of ``batch`` and, with ``process_group``, of all its ranks.
 
+        Raises:
+            ValueError: without ``process_group``, where the batch is known to be less than the optimiser step: a part
+                of a larger one, or the share of one of several ranks. A window with ``scope="call"`` fits it alone.
+
         >>> window = forking_tokens("0.5")
         >>> window.fit(torch.tensor([0.1, 0.9, 0.5, 0.7]), PackedBatch.from_lengths([4])).threshold
         tensor([0.7000])
@@ -116,8 +120,9 @@ class EntropyWindow(Short):
         if process_group is not None:
             score = self.score(entropy, batch, backend=backend)
             return self.fit_score(score, process_group=process_group, backend=backend)
+        self._check_is_step(batch, "entropy and batch", "process_group=torch.distributed.group.WORLD")
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
-        found = ops.order_statistic(values, *self.quantile.as_integer_ratio(), self.rule, backend, mask, cu_seqlens)
+        found = ops.order_statistic(values, *self.quantile.as_integer_ratio(), self.rule, mask, cu_seqlens, backend)
         return self._state(*found, values, backend)
 
     @examines
@@ -136,7 +141,7 @@ class EntropyWindow(Short):
             score = score.float().contiguous()
         quantile = self.quantile.as_integer_ratio()
         if process_group is None:
-            return self._state(*ops.order_statistic(score, *quantile, self.rule, backend), score, backend)
+            return self._state(*ops.order_statistic(score, *quantile, self.rule, None, None, backend), score, backend)
         scope = torch.zeros_like(score, dtype=torch.int64)
         threshold, counts = quantiles_over_ranks(score, scope, 1, quantile, self.rule, process_group)
         return self._state(threshold, counts[0], score, backend)
@@ -163,7 +168,7 @@ class EntropyWindow(Short):
         batch = as_batch(batch)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         values, threshold = self._comparable(values, state, backend)
-        return ops.select(values, threshold, self.strict, backend, mask, cu_seqlens).reshape(entropy.shape)
+        return ops.select(values, threshold, self.strict, mask, cu_seqlens, backend).reshape(entropy.shape)
 
     @examines
     def selection(
@@ -193,10 +198,8 @@ class EntropyWindow(Short):
         batch = as_batch(batch)
         score = self.score(entropy, batch, backend=backend)
         if state is None:
-            if self.scope == "batch":
-                other = "a window with scope='call', or state=window.fit(entropy, batch"
-                whole, over_ranks = f"{other})", f"{other}, process_group=torch.distributed.group.WORLD)"
-                check_is_step("state", "fit", batch, whole, over_ranks)
+            over_ranks = "state=window.fit(entropy, batch, process_group=torch.distributed.group.WORLD)"
+            self._check_is_step(batch, "state=window.fit(entropy, batch)", over_ranks)
             state = self.fit_score(score, backend=backend)
         score, threshold = self._comparable(score, state, backend)
         return Selection(score=score.reshape(entropy.shape), threshold=threshold, strict=self.strict)
@@ -205,19 +208,28 @@ class EntropyWindow(Short):
     def fit_apply(
         self, entropy: torch.Tensor, batch: PackedBatch | torch.Tensor, *, backend: str | None = None
     ) -> tuple[WindowState, torch.Tensor]:
-        """:meth:`fit` and :meth:`apply` on one batch, with the same results and in less time than the two calls.
+        """:meth:`fit` and :meth:`apply` on one batch, with the same results and errors and in less time than the two
+        calls.
 
         >>> window, batch = forking_tokens("0.5", scope="call"), PackedBatch.from_lengths([4])
         >>> window.fit_apply(torch.tensor([0.1, 0.9, 0.5, 0.7]), batch)[1]
         tensor([False,  True, False,  True])
         """
         batch = as_batch(batch)
+        over_ranks = "its tokens to fit with process_group=torch.distributed.group.WORLD and to apply"
+        self._check_is_step(batch, "entropy and batch", over_ranks)
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
         quantile = (*self.quantile.as_integer_ratio(), self.rule)
-        threshold, counts, selected = ops.select_top(values, *quantile, self.strict, backend, mask, cu_seqlens)
+        threshold, counts, selected = ops.select_top(values, *quantile, self.strict, mask, cu_seqlens, backend)
         if selected.shape != entropy.shape:  # a view takes two microseconds, 1 % of a call with 10^6 tokens
             selected = selected.reshape(entropy.shape)
         return self._state(threshold, counts, values, backend), selected
+
+    def _check_is_step(self, batch: PackedBatch, whole: str, over_ranks: str) -> None:
+        """Check that a threshold from this batch alone is that of the optimiser step, or of the call if these count."""
+        if self.scope == "batch":
+            call = "a window with scope='call'"
+            check_is_step("batch", "fit", batch, f"{call}, or {whole}", f"{over_ranks}, or {call}")
 
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
         """The values compared with the threshold: scores, or entropies themselves for windows of one token."""

@@ -8,10 +8,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..arguments import examines
-from ..batch import PackedBatch
+from ..batch import PackedBatch, valid_tokens
 from ..checks import check
 from ..distributed import gather, sum_in_order
-from .inputs import check_policies, of_tokens, per_token, valid_tokens
+from .inputs import check_policies, of_tokens, per_token
 from .ratio_gate import GateInputs, RatioGate
 from .token_level import ppo_clip, renamed
 

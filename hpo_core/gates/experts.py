@@ -1,4 +1,4 @@
-"""What is learnt beside the policy's own rollouts: rollouts that demonstrations steered, and texts to predict."""
+"""Training beside the policy's own rollouts: on rollouts that demonstrations steered, and on texts to predict."""
 
 from __future__ import annotations
 

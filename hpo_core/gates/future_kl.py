@@ -1,4 +1,4 @@
-"""FIPO: PPO's objective, times how far the policy moved on what follows the token."""
+"""FIPO: PPO's objective of a token, times how far the policy moved on the tokens that follow."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch, row_counts, spread_rows
+from ..batch import PackedBatch, row_counts, spread_rows, valid_tokens
 from ..checks import check
-from .inputs import check_policies, of_tokens, per_token, valid_tokens
+from .inputs import check_policies, of_tokens, per_token
 from .ratio_gate import GateInputs, RatioGate
 from .token_level import check_epsilons, ppo_clip, renamed
 

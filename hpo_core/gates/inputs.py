@@ -14,7 +14,7 @@ import torch
 
 from .. import ops
 from ..arguments import check_compat, examines, parameter_names
-from ..batch import PackedBatch, alone_without, renumber, row_counts, rows_of_tokens, spread_rows, takes_padded
+from ..batch import PackedBatch, alone_without, renumber, row_counts, spread_rows, takes_padded, valid_tokens
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
 from ..distributed import sum_in_order
 from ..specs import GroupStatistics, OrderRule
@@ -119,7 +119,7 @@ def hapo_bounds(
     valid, given = valid_tokens(batch), entropy.detach().float()
     usable = valid & given.isfinite()
     log_entropy = torch.where(usable, given.clamp(min=1e-8), 1.0).log()
-    middle, _ = ops.order_statistic(log_entropy, *pivot, OrderRule.NEAREST, None, usable, batch.cu_seqlens)
+    middle, _ = ops.order_statistic(log_entropy, *pivot, OrderRule.NEAREST, usable, batch.cu_seqlens, None)
     h = torch.where(usable, log_entropy - middle, torch.zeros_like(log_entropy))
     tiny = torch.finfo(h.dtype).tiny
     h_or_0 = torch.nn.functional.pad(h, (0, 1))  # there may be no tokens
@@ -382,18 +382,6 @@ def check_policies(batch: PackedBatch, logp: torch.Tensor, old_logp: torch.Tenso
     if old_logp is not None:
         check_precise("old_logp", old_logp)
     check_tokens(batch, logp=logp, old_logp=old_logp)
-
-
-def valid_tokens(batch: PackedBatch) -> torch.Tensor:
-    inside = batch.once(rows_of_tokens) < batch.rows
-    return inside if batch.mask is None else inside & batch.mask.reshape(-1)
-
-
-def place_in_row(tokens: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """How many of these tokens, ``[T]`` bool, come before each token in its row; no number of use outside all rows."""
-    before = torch.nn.functional.pad(tokens.cumsum(0), (1, 0))
-    first = before[batch.cu_seqlens[:-1].clamp(0, tokens.numel())]
-    return before[:-1] - spread_rows(first, batch, 0)
 
 
 def per_token(advantages: torch.Tensor, batch: PackedBatch, level: str | None) -> torch.Tensor:

@@ -247,8 +247,8 @@ class Correction(Short):
     Args:
         low, high: pairs, for advantage >= 0 and < 0, in units of v: log-ratios are not ratios.
         unit: whose segments; None: the token itself. The factor of a token in none of them, as between steps, is 1.
-        channel: between which policies. Without ``rollout_logp`` the discrepancy takes no token out and weighs none,
-            whatever its bounds are, and ``old_logp`` stands for it in the total.
+        channel: between which policies. The discrepancy needs ``rollout_logp``; in the total ``old_logp`` stands for it
+            where it is missing.
         strict: what lies on a bound is outside.
     """
 

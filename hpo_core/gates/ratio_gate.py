@@ -43,7 +43,7 @@ from .parts import (
 
 
 class GateInputs(NamedTuple):
-    """What some gates read beside the batch, made by the functions of :mod:`hpo_core.gates` that end in ``_bounds``,
+    """Inputs of some gates beside the batch, made by the functions of :mod:`hpo_core.gates` that end in ``_bounds``,
     ``_mask``, ``_target`` and ``_weight``, or by the caller. All are constants of the differentiation. It pickles, and
     loads with ``weights_only=True``.
 
@@ -55,7 +55,7 @@ class GateInputs(NamedTuple):
         target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with.
         token_mask: bool ``[T]``: the tokens that the method keeps, besides those that the loss is told to keep.
         penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. None: every valid token.
-        aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), what replaces the
+        aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), the values that replace the
             aggregates of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too:
             float ``[G]``, entry i the log-ratio (a mean or sum, as the level says) of the segment with id i; with a
             split ``[2, G]``, of x+ and x-. An id without an entry, or with NaN, keeps its own.
@@ -229,13 +229,13 @@ class RatioGate(Short):
             "pre: a clip of x takes the place of what is aggregated, and so does e^x under Aggregate.LOG_MEAN_EXP; "
             "drop pre= or take Aggregate.MEAN",
         )
-        beyond = self.token if isinstance(self.token, Clip) else Clip()
+        clip = self.token if isinstance(self.token, Clip) else Clip()
         check(
-            not self.split or beyond.slope_low == beyond.slope_high == (0.0, 0.0),
+            not self.split or clip.slope_low == clip.slope_high == (0.0, 0.0),
             "token: beyond its bounds a clip of two channels has no slope; drop split= or the slopes",
         )
         check(
-            len(self.levels) == 0 or beyond.weight_low == beyond.weight_high == (1.0, 1.0),
+            len(self.levels) == 0 or clip.weight_low == clip.weight_high == (1.0, 1.0),
             "token: weights beyond its bounds are for a token's own ratio; drop the levels or the weights",
         )
 
@@ -348,8 +348,8 @@ class RatioGate(Short):
 
     @property
     def needs_rollout(self) -> bool:
-        """Whether the gate does nothing of its own without ``rollout_logp``: it corrects what sampler and trainer
-        differ by."""
+        """Whether the loss refuses to go without ``rollout_logp``: the gate corrects the difference of the sampler from
+        the trainer."""
         return any(correction.channel is Channel.DISCREPANCY for correction in self.corrections)
 
     @property
@@ -369,7 +369,7 @@ class RatioGate(Short):
         return channels != {Channel.STALENESS}, fast_path, self.head in (Head.TARGET, Head.NEGATIVE_AWARE)
 
     def _adds_up_deviations(self) -> bool:
-        """Whether all is as the censored head needs it."""
+        """Whether the head is the censored one, over the token and the level that it needs."""
         if self.head is not Head.CENSORED or len(self.levels) != 1:
             return False
         (level,) = self.levels
@@ -389,7 +389,7 @@ class RatioGate(Short):
 
 
 _OWN_GRADIENT = (Head.SCORE, Head.LOG, Head.CENSORED)  # past z, so that the token's own log-ratio may be dropped
-# What head numbers divide overflows below; and on-policy the factor that FLIPPED bounds is 1.
+# Below these a division by the head number overflows; the factor that FLIPPED bounds is 1 on-policy.
 _LEAST = {
     Head.SIGMOID: (1e-4, 1e-4),
     Head.SIMPLE: (1e-4, 1e-4),

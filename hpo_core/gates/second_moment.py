@@ -8,11 +8,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..arguments import examines
-from ..batch import PackedBatch
+from ..batch import PackedBatch, valid_tokens
 from ..checks import check
 from ..distributed import gather, place_of_own, running_sum
 from ..specs import Provenance
-from .inputs import check_policies, of_tokens, per_token, valid_tokens
+from .inputs import check_policies, of_tokens, per_token
 from .parts import Identity
 from .ratio_gate import GateInputs, RatioGate
 from .token_level import ppo_clip, renamed

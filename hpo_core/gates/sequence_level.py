@@ -62,9 +62,9 @@ def luspo(eps_low: float = 2e-3, eps_high: float = 2.5e-3) -> RatioGate:
     Args:
         eps_low, eps_high: epsilons on s, 2e-3 and 2.5e-3, as TRL's list of papers has them.
 
-    Traps: with other weights this is GSPO with a wider clip. The loss grows with the mean length, and so does what a
-    learning rate means. TRL asks for ``importance_sampling_level="sequence"`` beside ``loss_type="luspo"``; Liger's
-    kernels weigh a row by ``n / L``, L the padded length.
+    Traps: with other weights this is GSPO with a wider clip. The loss grows with the mean length, and so does the
+    effect of a learning rate. TRL asks for ``importance_sampling_level="sequence"`` beside ``loss_type="luspo"``;
+    Liger's kernels weigh a row by ``n / L``, L the padded length.
 
     >>> import torch, hpo_core as hpo
     >>> batch, logp = hpo.PackedBatch.from_lengths([1, 3]), torch.full((4,), -1.0, requires_grad=True)
@@ -106,7 +106,7 @@ def gmpo(log_low: float = 0.4, log_high: float = 0.4) -> RatioGate:
 
 @examines
 def topr(aggregate: Aggregate = Aggregate.SUM) -> RatioGate:
-    """TOPR: REINFORCE on what was good, ``min(w, 1)`` times REINFORCE on what was bad (arXiv 2503.14286).
+    """TOPR: REINFORCE on good trajectories, ``min(w, 1)`` times REINFORCE on bad ones (arXiv 2503.14286).
 
     ``loss_t = -sg[a] A logp``, ``a = 1`` for ``A >= 0`` and ``min(w, 1)`` for ``A < 0``; w is the ratio of the
     trajectory.

@@ -10,9 +10,8 @@ import torch
 
 from .. import aggregation, gates
 from ..arguments import check_choice
-from ..batch import PackedBatch
+from ..batch import PackedBatch, valid_tokens
 from ..gates import Clip, Drop, Level, RatioGate
-from ..gates.inputs import valid_tokens
 from ..kl import KLPenalty
 from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, SLOTS, Metrics

@@ -1,4 +1,4 @@
-"""Estimators in verl: what the turns of a response saw and got, as an agent loop tells it, and which rows are one run.
+"""Estimators in verl: the observations and rewards of turns, as an agent loop tells them, and the rows of one run.
 
 verl's driver hands an estimator rewards, a mask and prompt ids. What an agent loop puts into ``extra_fields`` of its
 output lies one call above, in ``compute_advantage``: beside the rows in ``RayPPOTrainer``, and in the TransferQueue,
@@ -111,11 +111,14 @@ def _steps_of(name: str, told: Sequence[Any] | None, filled: Sequence[bool]) -> 
         FIELD,
         FIELD,
     )
-    return [[_step(each) for each in told[row]] if has and told is not None else [] for row, has in enumerate(filled)]
+    return [
+        [_step(each) for each in told[row]] if has_turns and told is not None else []
+        for row, has_turns in enumerate(filled)
+    ]
 
 
 def _step(told: Any) -> Any:
-    """Pairs lose their class on the way to the driver; what is no pair is refused with its place."""
+    """Pairs lose their class on the way to the driver; a value that is no pair is refused later, with its place."""
     return Step(*told) if isinstance(told, tuple | list) and len(told) == 2 else told
 
 

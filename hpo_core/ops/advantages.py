@@ -9,7 +9,7 @@ import torch
 from ..backends import resolve
 from ..checks import check
 from ..specs import Center, EpsMode, GroupInputs, GroupNormalisation, GroupTerm, Part, Presence, Scale, Share
-from .library import OPERATORS, check_operand, define, is_traced, numbers_of, register
+from .library import OPERATORS, check_operand, is_traced, numbers_of, register
 
 
 def group_normalise(inputs: GroupInputs, spec: GroupNormalisation, backend: str | None) -> torch.Tensor:
@@ -20,12 +20,6 @@ def group_normalise(inputs: GroupInputs, spec: GroupNormalisation, backend: str 
     else:
         result = resolve("advantages", inputs.values[0], backend).group_normalise(inputs, spec)
     return result
-
-
-define(
-    "group_normalise(Tensor[] values, Tensor?[] ids, Tensor?[] weights, Tensor? mask, Tensor? apply_mask, "
-    "int[] structure, float[] numbers, str backend) -> Tensor"
-)
 
 
 def _numbers_of_groups(spec: GroupNormalisation) -> tuple[list[int], list[float]]:
@@ -81,4 +75,10 @@ def _check_terms(*arguments: Any) -> None:
     )
 
 
-register("group_normalise", _group_normalise, lambda values, *_: torch.empty_like(values[0]), _check_terms)
+register(
+    "group_normalise(Tensor[] values, Tensor?[] ids, Tensor?[] weights, Tensor? mask, Tensor? apply_mask, "
+    "int[] structure, float[] numbers, str backend) -> Tensor",
+    _group_normalise,
+    lambda values, *_: torch.empty_like(values[0]),
+    _check_terms,
+)

@@ -10,7 +10,7 @@ from ..backends import resolve
 from ..checks import check
 from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, SegmentReduce, Statistic
 from .gates import INPUTS, check_inputs
-from .library import OPERATORS, define, is_traced, register
+from .library import OPERATORS, is_traced, register
 
 
 def correction(
@@ -27,12 +27,6 @@ def correction(
     return result
 
 
-define(
-    f"correction({INPUTS}int statistic, int reduction, int action, bool of_segments, bool strict, float[] bounds, "
-    "str backend) -> Tensor"
-)
-
-
 def _correction(*arguments: Any) -> Any:
     *tensors, statistic, reduction, action, of_segments, strict, bounds, backend = arguments
     inputs = PolicyLossInputs(*tensors)
@@ -47,4 +41,10 @@ def _check_corrected(*arguments: Any) -> None:
     check_inputs(PolicyLossInputs(*tensors), levels=int(of_segments), needs=("old_logp",))
 
 
-register("correction", _correction, lambda logp, *_: torch.empty_like(logp), _check_corrected)
+register(
+    f"correction({INPUTS}int statistic, int reduction, int action, bool of_segments, bool strict, float[] bounds, "
+    "str backend) -> Tensor",
+    _correction,
+    lambda logp, *_: torch.empty_like(logp),
+    _check_corrected,
+)

@@ -6,101 +6,10 @@ from typing import Any
 
 import torch
 
+from ..backends import resolve
 from ..checks import check, check_dtype
 from ..specs import INDEX_RULES, Boundary, Invalid, OrderRule, WindowAggregate
-from .library import check_fraction, check_offsets, check_operand, define, handed_on, numbers_of, register, run
-
-
-def window_score(
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    first: int,
-    last: int,
-    boundary: Boundary,
-    invalid: Invalid,
-    backend: str | None,
-    aggregate: WindowAggregate = WindowAggregate.MEAN,
-) -> torch.Tensor:
-    result: torch.Tensor = run(
-        "entropy", "window_score", values, backend, values, mask, cu_seqlens, first, last, boundary, invalid, aggregate
-    )
-    return result
-
-
-define(
-    "window_score(Tensor values, Tensor? mask, Tensor cu_seqlens, int first, int last, int boundary, int invalid, "
-    "int aggregate, str backend) -> Tensor"
-)
-
-
-def order_statistic(
-    values: torch.Tensor,
-    numerator: int,
-    denominator: int,
-    rule: OrderRule,
-    backend: str | None,
-    mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order statistic of scores, or with ``cu_seqlens`` of the values of tokens, each its own score."""
-    result: tuple[torch.Tensor, torch.Tensor] = run(
-        "entropy", "order_statistic", values, backend, values, numerator, denominator, rule, mask, cu_seqlens
-    )
-    return result
-
-
-define(
-    "order_statistic(Tensor values, int numerator, int denominator, int rule, Tensor? mask, "
-    "Tensor? cu_seqlens, str backend) -> (Tensor threshold, Tensor counts)"
-)
-
-
-def select(
-    values: torch.Tensor,
-    threshold: torch.Tensor,
-    strict: bool,
-    backend: str | None,
-    mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Whether each score of :func:`order_statistic` is at or above the threshold ``[1]``; ``strict``: above it."""
-    result: torch.Tensor = run("entropy", "select", values, backend, values, threshold, strict, mask, cu_seqlens)
-    return result
-
-
-define("select(Tensor values, Tensor threshold, bool strict, Tensor? mask, Tensor? cu_seqlens, str backend) -> Tensor")
-
-
-def select_top(
-    values: torch.Tensor,
-    numerator: int,
-    denominator: int,
-    rule: OrderRule,
-    strict: bool,
-    backend: str | None,
-    mask: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`order_statistic`, and the selection of :func:`select` with its threshold."""
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = run(
-        "entropy", "select_top", values, backend, values, numerator, denominator, rule, strict, mask, cu_seqlens
-    )
-    return result
-
-
-define(
-    "select_top(Tensor values, int numerator, int denominator, int rule, bool strict, Tensor? mask, "
-    "Tensor? cu_seqlens, str backend) -> (Tensor threshold, Tensor counts, Tensor selected)"
-)
-
-
-def _order_statistic_fake(values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return values.new_empty(1), values.new_empty(2, dtype=torch.int64)
-
-
-def _select_fake(values: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(values, dtype=torch.bool)
+from .library import check_fraction, check_offsets, check_operand, numbers_of, operator
 
 
 def _check_scores(
@@ -123,6 +32,28 @@ def _check_window(*arguments: Any) -> None:
     _check_scores(values, mask, cu_seqlens, backend)
 
 
+@operator(
+    "window_score(Tensor values, Tensor? mask, Tensor cu_seqlens, int first, int last, int boundary, int invalid, "
+    "int aggregate, str backend) -> Tensor",
+    lambda values, *_: torch.empty_like(values),
+    _check_window,
+)
+def window_score(
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    first: int,
+    last: int,
+    boundary: Boundary,
+    invalid: Invalid,
+    aggregate: WindowAggregate,
+    backend: str | None,
+) -> torch.Tensor:
+    window = (first, last, boundary, invalid, aggregate)
+    result: torch.Tensor = resolve("entropy", values, backend).window_score(values, mask, cu_seqlens, *window)
+    return result
+
+
 def _check_quantile(*arguments: Any) -> None:
     values, numerator, denominator, rule, mask, cu_seqlens, backend = arguments
     check_fraction(numerator, denominator)
@@ -130,9 +61,34 @@ def _check_quantile(*arguments: Any) -> None:
     _check_scores(values, mask, cu_seqlens, backend)
 
 
-def _check_top(*arguments: Any) -> None:
-    *quantile, _, mask, cu_seqlens, backend = arguments
-    _check_quantile(*quantile, mask, cu_seqlens, backend)
+def _order_statistic_fake(values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return values.new_empty(1), values.new_empty(2, dtype=torch.int64)
+
+
+@operator(
+    "order_statistic(Tensor values, int numerator, int denominator, int rule, Tensor? mask, "
+    "Tensor? cu_seqlens, str backend) -> (Tensor threshold, Tensor counts)",
+    _order_statistic_fake,
+    _check_quantile,
+)
+def order_statistic(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order statistic of scores, or with ``cu_seqlens`` of the values of tokens, each its own score."""
+    result: tuple[torch.Tensor, torch.Tensor]
+    run = resolve("entropy", values, backend).order_statistic
+    result = run(values, numerator, denominator, rule, mask, cu_seqlens)
+    return result
+
+
+def _select_fake(values: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(values, dtype=torch.bool)
 
 
 def _check_selected(*arguments: Any) -> None:
@@ -141,19 +97,47 @@ def _check_selected(*arguments: Any) -> None:
     check_operand("threshold", threshold, (1,), (values.dtype,), ("values", values))
 
 
-register(
-    "window_score",
-    handed_on("entropy", "window_score", boundary=Boundary, invalid=Invalid, aggregate=WindowAggregate),
-    lambda values, *_: torch.empty_like(values),
-    _check_window,
+@operator(
+    "select(Tensor values, Tensor threshold, bool strict, Tensor? mask, Tensor? cu_seqlens, str backend) -> Tensor",
+    _select_fake,
+    _check_selected,
 )
-register(
-    "order_statistic", handed_on("entropy", "order_statistic", rule=OrderRule), _order_statistic_fake, _check_quantile
-)
-register("select", handed_on("entropy", "select"), _select_fake, _check_selected)
-register(
-    "select_top",
-    handed_on("entropy", "select_top", rule=OrderRule),
+def select(
+    values: torch.Tensor,
+    threshold: torch.Tensor,
+    strict: bool,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    backend: str | None,
+) -> torch.Tensor:
+    """Whether each score of :func:`order_statistic` is at or above the threshold ``[1]``; ``strict``: above it."""
+    result: torch.Tensor = resolve("entropy", values, backend).select(values, threshold, strict, mask, cu_seqlens)
+    return result
+
+
+def _check_top(*arguments: Any) -> None:
+    *quantile, _, mask, cu_seqlens, backend = arguments
+    _check_quantile(*quantile, mask, cu_seqlens, backend)
+
+
+@operator(
+    "select_top(Tensor values, int numerator, int denominator, int rule, bool strict, Tensor? mask, "
+    "Tensor? cu_seqlens, str backend) -> (Tensor threshold, Tensor counts, Tensor selected)",
     lambda values, *_: (*_order_statistic_fake(values), _select_fake(values)),
     _check_top,
 )
+def select_top(
+    values: torch.Tensor,
+    numerator: int,
+    denominator: int,
+    rule: OrderRule,
+    strict: bool,
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    backend: str | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """:func:`order_statistic`, and the selection of :func:`select` with its threshold."""
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    run = resolve("entropy", values, backend).select_top
+    result = run(values, numerator, denominator, rule, strict, mask, cu_seqlens)
+    return result

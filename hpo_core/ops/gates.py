@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import torch
 
 from ..backends import is_reference, resolve
-from ..checks import check, check_dtype, check_shape, no_forward_mode, refuse_tangent
+from ..checks import check, check_dtype, check_shape, refuse_tangent
 from ..metrics import SLOTS
 from ..specs import (
     MOST_ROW_CORRECTIONS,
@@ -28,7 +28,6 @@ from ..specs import (
     Unit,
 )
 from .library import (
-    LIBRARY,
     OPERATORS,
     TRANSFORM_IN_COMPILED,
     VMAP,
@@ -36,10 +35,9 @@ from .library import (
     check_native,
     check_offsets,
     check_operand,
-    define,
     is_batched,
     is_traced,
-    raising,
+    node,
     register,
 )
 
@@ -140,25 +138,12 @@ class _Call:
         self.spec, self.backend, self.want_tokens = spec, backend, want_tokens
 
 
-class _PolicyLossInTransform(torch.autograd.Function):
-    """The same in two parts, as torch.func wants them (which costs microseconds); it takes its wrappers off inputs."""
-
-    @staticmethod
-    def forward(logp: torch.Tensor, inputs: PolicyLossInputs, call: _Call) -> tuple[torch.Tensor, torch.Tensor | None]:
-        run = resolve("gates", inputs.logp, call.backend).policy_loss
-        loss, call.metrics, grad, call.tokens = run(_contiguous(inputs), call.spec, True, call.want_tokens)
-        return loss, grad
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        _remember(ctx, output)
-
-    @staticmethod
-    def backward(ctx: Any, loss_gradient: torch.Tensor | None, grad_gradient: torch.Tensor | None) -> Any:
-        return _scaled(ctx, loss_gradient, grad_gradient), None, None
-
-    jvp = raising(no_forward_mode, "policy_loss")
-    vmap = raising(RuntimeError, VMAP.format("policy_loss", "call the loss once for each batch"))
+def _forward_in_transform(
+    logp: torch.Tensor, inputs: PolicyLossInputs, call: _Call
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    run = resolve("gates", inputs.logp, call.backend).policy_loss
+    loss, call.metrics, grad, call.tokens = run(_contiguous(inputs), call.spec, True, call.want_tokens)
+    return loss, grad
 
 
 def _remember(ctx: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -168,7 +153,14 @@ def _remember(ctx: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-_apply_in_transform: Any = _PolicyLossInTransform.apply
+# torch.func wants the node in two parts, which costs microseconds, and takes its wrappers off the inputs.
+_apply_in_transform = node(
+    "policy_loss",
+    _forward_in_transform,
+    lambda ctx, inputs, output: _remember(ctx, output),
+    lambda ctx, *gradients: (_scaled(ctx, *gradients), None, None),
+    VMAP.format("policy_loss", "call the loss once for each batch"),
+)
 # The same without what torch.func needs: Function.apply inspects the signature of forward at every call, which takes as
 # long as all the rest.
 _apply: Any = super(torch.autograd.Function, _PolicyLoss).apply
@@ -219,10 +211,6 @@ def _backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor |
 
 _OF_TYPES = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", bool: "bool"}
 INPUTS = "".join(f"{_OF_TYPES[kind]} {name}, " for name, kind in get_type_hints(PolicyLossInputs).items())
-define(
-    f"policy_loss({INPUTS}int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
-    "-> (Tensor loss, Tensor metrics, Tensor grad, Tensor tokens)"
-)
 
 
 def _policy_loss(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -368,5 +356,12 @@ def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) ->
     check_operand("ancestors", inputs.ancestors, (levels, inputs.leaves), (torch.int64,), ("logp", logp), "leaf_begin")
 
 
-register("policy_loss", _policy_loss, _policy_loss_fake, _check_loss)
-torch.library.register_autograd("hpo_core::policy_loss", _backward, setup_context=_save, lib=LIBRARY)
+register(
+    f"policy_loss({INPUTS}int[] structure, float[] numbers, str backend, bool want_grad, bool want_tokens) "
+    "-> (Tensor loss, Tensor metrics, Tensor grad, Tensor tokens)",
+    _policy_loss,
+    _policy_loss_fake,
+    _check_loss,
+    setup_context=_save,
+    backward=_backward,
+)

@@ -9,17 +9,19 @@ sizes are not.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast, get_type_hints
 
 import torch
 
-from ..backends import is_reference, resolve
-from ..checks import check, check_device, check_dtype, check_shape, examined, no_forward_mode
+from ..backends import is_reference
+from ..checks import check, check_device, check_dtype, check_shape, examined, no_forward_mode, refuse_tangent
 
 LIBRARY: Any = torch.library.Library("hpo_core", "DEF")  # type: ignore[no-untyped-call]
 OPERATORS = torch.ops.hpo_core
-define = LIBRARY.define
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # autograd.grad(is_grads_batched=True), which is no transform of torch.func, makes such tensors.
@@ -46,56 +48,88 @@ def is_traced(tensor: torch.Tensor) -> bool:
     )
 
 
-def refuse_transform_in_compiled(function: str, *tensors: torch.Tensor) -> None:
-    """Raise ``RuntimeError`` in compiled code where a transform of torch.func differentiates one of the tensors."""
-    # Dynamo does not know that the arguments of a transform require a gradient; it knows that their views do.
-    if torch.is_grad_enabled() and any(each.view_as(each).requires_grad for each in tensors):
-        raise RuntimeError(TRANSFORM_IN_COMPILED.format(function))
-
-
-def raising(error: Callable[..., Exception], *arguments: str) -> Any:
-    """A static method of a node of autograd that raises this error: ``jvp`` or ``vmap`` of a node without them."""
+def raising(error: Callable[..., Exception], *arguments: str) -> Callable[..., Any]:
+    """A function of anything that raises this error."""
 
     def run(*_: Any) -> Any:
         raise error(*arguments)
 
-    return staticmethod(run)
+    return run
+
+
+def node(
+    function: str, forward: Callable[..., Any], setup_context: Any, backward: Callable[..., Any], no_vmap: str
+) -> Any:
+    """``apply`` of a node of autograd without forward mode and vmap; ``no_vmap``: the error of the latter."""
+    methods = {
+        "forward": forward,
+        "setup_context": setup_context,
+        "backward": backward,
+        "jvp": raising(no_forward_mode, function),
+        "vmap": raising(RuntimeError, no_vmap),
+    }
+    made: Any = type(function, (torch.autograd.Function,), {name: staticmethod(each) for name, each in methods.items()})
+    return made.apply
+
+
+def call_differentiable(
+    function: str,
+    tensors: Sequence[torch.Tensor],
+    forward: Callable[..., Any],
+    apply: Callable[..., Any],
+    arguments: Sequence[Any],
+    others: Sequence[Any],
+    has_operator: bool = True,
+) -> Any:
+    """The function of the arguments: the node ``apply`` where one of these tensors is differentiated, ``forward`` where
+    none is, and in a trace the operator of this name, which does not take the ``others``."""
+    for each in tensors:
+        refuse_tangent(function, each)
+    if torch._C._are_functorch_transforms_active():
+        if not torch.compiler.is_compiling():
+            return apply(*arguments, *others)
+        # Dynamo does not know that the arguments of a transform require a gradient; it knows that their views do.
+        if torch.is_grad_enabled() and any(each.view_as(each).requires_grad for each in tensors):
+            raise RuntimeError(TRANSFORM_IN_COMPILED.format(function))
+    if has_operator and any(is_traced(each) for each in tensors):
+        return getattr(OPERATORS, function)(*arguments)
+    is_differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    return (apply if is_differentiated else forward)(*arguments, *others)
 
 
 def not_differentiable(function: Callable[..., Any], message: str) -> Any:
     """The function of tensors as a node of autograd, which says so where its result is differentiated."""
     name = message.partition(":")[0]
+    no_vmap = _BATCHED.format(name)
 
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(*arguments: Any) -> Any:
-            if any(is_batched(each) for each in arguments if isinstance(each, torch.Tensor)):
-                raise RuntimeError(_BATCHED.format(name))
-            return function(*arguments)
+    def forward(*arguments: Any) -> Any:
+        if any(is_batched(each) for each in arguments if isinstance(each, torch.Tensor)):
+            raise RuntimeError(no_vmap)
+        return function(*arguments)
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
+    def keep_nothing(*_: Any) -> None:
+        pass
 
-        @staticmethod
-        def backward(ctx: Any, *_: Any) -> Any:
-            raise RuntimeError(message)
-
-        jvp = raising(no_forward_mode, name.removeprefix("hpo_core."))
-        vmap = raising(RuntimeError, _BATCHED.format(name))
-
-    return Node.apply
+    return node(name.removeprefix("hpo_core."), forward, keep_nothing, raising(RuntimeError, message), no_vmap)
 
 
 def register(
-    name: str, implementation: Any, fake: Any, check_operands: Callable[..., None], strided: Sequence[str] = ()
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    check_operands: Callable[..., None],
+    strided: Sequence[str] = (),
+    setup_context: Any = None,
+    backward: Any = None,
 ) -> None:
     """Register an operator. It repeats the checks of the functions of this package, because users can call it directly.
 
     ``check_operands`` compares dtypes, shapes and devices, also of fakes. Kernels get examined, contiguous tensors;
     ``strided`` arguments are examined but keep their strides. All three functions get every argument: PyTorch leaves
-    out those at the end that have their default.
+    out those at the end that have their default. ``setup_context`` and ``backward`` make the gradient.
     """
+    LIBRARY.define(schema)
+    name = schema.partition("(")[0]
     parameters = _parameters(name)
     defaults = [parameter.default_value for parameter in parameters]
 
@@ -114,30 +148,45 @@ def register(
 
     for device in ("CPU", "CUDA"):
         LIBRARY.impl(name, run, device)
-    torch.library.register_fake(f"hpo_core::{name}", shapes, lib=LIBRARY)
+    qualified = f"hpo_core::{name}"
+    torch.library.register_fake(qualified, shapes, lib=LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=LIBRARY)
 
 
-def run(room: str, name: str, like: torch.Tensor, backend: str | None, *arguments: Any) -> Any:
-    """The op of a backend for the device of ``like``; in a trace the operator, whose last argument is the backend."""
-    if not is_traced(like):
-        return getattr(resolve(room, like, backend), name)(*arguments)
-    plain = (int(each) if isinstance(each, enum.IntEnum) else each for each in arguments)
-    return getattr(OPERATORS, name)(*plain, backend or "")
+def operator(
+    schema: str, fake: Callable[..., Any], check_operands: Callable[..., None]
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Make an operator of a function: traced tensors go through the operator, plain ones straight to the function.
 
+    The function takes the arguments of the schema by position. Its last one is the backend, None where the operator
+    takes ""; where its annotation is an enum, the operator takes an integer.
+    """
+    name = schema.partition("(")[0]
 
-def handed_on(room: str, name: str, **kinds: type) -> Callable[..., Any]:
-    """The implementation of an operator that hands its arguments on to the backend's function of the same name, whose
-    parameters have the same names, all but ``backend``. ``kinds``: enums, which an operator takes as integers."""
-    names = [parameter.name for parameter in _parameters(name)]
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        untyped: Any = function
+        hints = enumerate(get_type_hints(function).values())
+        enums = [(at, kind) for at, kind in hints if isinstance(kind, enum.EnumMeta)]
 
-    def run(*arguments: Any) -> Any:
-        given = dict(zip(names, arguments, strict=True))
-        backend = given.pop("backend") or None
-        given |= {argument: kind(given[argument]) for argument, kind in kinds.items()}
-        first = next(value for value in arguments if isinstance(value, torch.Tensor))
-        return getattr(resolve(room, first, backend), name)(**given)
+        def implementation(*arguments: Any) -> Any:
+            given = [*arguments[:-1], arguments[-1] or None]
+            for at, kind in enums:
+                given[at] = kind(given[at])
+            return untyped(*given)
 
-    return run
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            if not is_traced(arguments[like]):
+                return untyped(*arguments)
+            *given, backend = (int(each) if isinstance(each, enum.IntEnum) else each for each in arguments)
+            return getattr(OPERATORS, name)(*given, backend or "")
+
+        register(schema, implementation, fake, check_operands)
+        like = [str(each.type) for each in _parameters(name)].index("Tensor")  # the first that is never None
+        return cast("Callable[Arguments, Result]", call)
+
+    return decorate
 
 
 def _parameters(name: str) -> Any:

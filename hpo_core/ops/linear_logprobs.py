@@ -15,23 +15,21 @@ import torch
 import torch.distributed
 
 from ..backends import resolve
-from ..checks import check, check_dtype, no_forward_mode, refuse_tangent
+from ..checks import check, check_dtype
 from ..specs import LOGITS, LogitRows
 from .library import (
-    LIBRARY,
     OPERATORS,
     VMAP,
+    call_differentiable,
     check_native,
     check_operand,
-    define,
-    is_traced,
+    node,
     not_differentiable,
     raising,
-    refuse_transform_in_compiled,
     register,
 )
 from .logprob_states import LogprobState, finished, folded, inverse_of, mapped, merged, shared
-from .logprobs import check_columns, check_upstream, results_like, without_none
+from .logprobs import check_columns, check_upstream, keep, kept_by, results_like, without_none
 
 SECOND_DERIVATIVE = (
     "hpo_core.linear_token_logprobs: second derivatives are not supported (the backward makes the logits again, and no "
@@ -65,7 +63,6 @@ class LinearRows(NamedTuple):
 
 
 _FIELDS = len(LinearRows._fields)
-_TENSORS = ("hidden", "weight", "bias", "targets", "temperatures")
 
 
 def linear_token_logprobs(
@@ -73,21 +70,11 @@ def linear_token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities and, where ``kept`` is 3, entropies ``[T]``, differentiable in hidden states, weight and bias.
     With a ``group`` the ranks' shards of the weight have ``sizes`` rows. Not for the reference backend."""
-    arguments = (*given, backend or "", kept, group, sizes)
+    arguments, others = (*given, backend or "", kept), (group, sizes)
     differentiable = [each for each in given[:3] if each is not None]
-    for each in differentiable:
-        refuse_tangent("linear_token_logprobs", each)
-    is_transformed = torch._C._are_functorch_transforms_active()
-    if is_transformed and torch.compiler.is_compiling():
-        refuse_transform_in_compiled("linear_token_logprobs", *differentiable)
-    if is_transformed and not torch.compiler.is_compiling():
-        logp, entropy, _ = _apply(*arguments)
-    elif group is None and any(is_traced(each) for each in differentiable):
-        logp, entropy, _ = OPERATORS.linear_token_logprobs(*given, backend or "", kept)
-    elif torch.is_grad_enabled() and any(each.requires_grad for each in differentiable):
-        logp, entropy, _ = _apply(*arguments)
-    else:
-        logp, entropy, _ = _forward(*arguments)
+    logp, entropy, _ = call_differentiable(
+        "linear_token_logprobs", differentiable, _forward, _apply, arguments, others, has_operator=group is None
+    )
     return logp, entropy if kept > 2 else None
 
 
@@ -326,20 +313,16 @@ class _Gradients:
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    given, (backend, _, *over) = LinearRows(*inputs[:_FIELDS]), inputs[_FIELDS:]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    nothing: dict[str, Any] = dict.fromkeys(_TENSORS)
-    ctx.rest, ctx.backend, ctx.group = given._replace(**nothing), backend, over[0] if over else None
-    ctx.save_for_backward(*(getattr(given, name) for name in _TENSORS), output[2])
+    given, (ctx.backend, _, *others) = LinearRows(*inputs[:_FIELDS]), inputs[_FIELDS:]
+    ctx.group = others[0] if others else None
+    keep(ctx, given, output[2])
 
 
-def _gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any) -> Any:
+def _gradient(ctx: Any, apply: Any, logp_gradient: Any, entropy_gradient: Any) -> Any:
     others = (None,) * (len(ctx.needs_input_grad) - 3)
     if logp_gradient is None and entropy_gradient is None:
         return None, None, None, *others
-    *tensors, statistics = ctx.saved_tensors
-    given = ctx.rest._replace(**dict(zip(_TENSORS, tensors, strict=True)))
+    given, statistics = kept_by(ctx)
     if len(statistics) == 2:  # the call has no entropy; traced graphs pass zeros as its gradient
         entropy_gradient = None
     wanted = list(ctx.needs_input_grad[:3])
@@ -347,33 +330,20 @@ def _gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any) -
     return *(each if want else None for each, want in zip(results, wanted, strict=True)), *others
 
 
-class _LinearLogprobs(torch.autograd.Function):
-    """Keeps the hidden states, the weight and the statistics of rows."""
-
-    forward = staticmethod(_forward)
-    setup_context = staticmethod(_save)
-
-    @staticmethod
-    def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
-        return _gradient(ctx, logp_gradient, entropy_gradient, _apply_backward)
-
-    jvp = raising(no_forward_mode, "linear_token_logprobs")
-    vmap = raising(RuntimeError, VMAP.format("linear_token_logprobs", "pass hidden [..., D] and targets as they are"))
-
-
-_apply: Any = _LinearLogprobs.apply
 _apply_backward = not_differentiable(lambda *arguments: tuple(_backward(*arguments)), SECOND_DERIVATIVE)
+_apply = node(
+    "linear_token_logprobs",
+    _forward,
+    _save,
+    lambda ctx, *gradients: _gradient(ctx, _apply_backward, *gradients[:2]),
+    VMAP.format("linear_token_logprobs", "pass hidden [..., D] and targets as they are"),
+)
 
 # ----------------------------------------------------------------------------------------------------------- operators
 
 _ROWS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperatures, float temperature, "
     "int ignore_index, float? softcap, SymInt first, SymInt vocabulary, int chunk, int columns, str backend, "
-)
-define(f"linear_token_logprobs({_ROWS}int kept) -> (Tensor logp, Tensor entropy, Tensor statistics)")
-define(
-    f"linear_token_logprobs_backward({_ROWS}Tensor statistics, Tensor? logp_gradient, Tensor? entropy_gradient, "
-    "bool[] wanted) -> (Tensor hidden, Tensor weight, Tensor bias)"
 )
 
 
@@ -429,21 +399,26 @@ def _check_backward(*arguments: Any) -> None:
     )
 
 
-def _operator_gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
+def _operator_gradient(ctx: Any, *gradients: Any) -> Any:
     def apply(*arguments: Any) -> Any:
         return OPERATORS.linear_token_logprobs_backward(*arguments[:-1])
 
-    return _gradient(ctx, logp_gradient, entropy_gradient, apply)
+    return _gradient(ctx, apply, *gradients[:2])
 
 
 register(
-    "linear_token_logprobs",
+    f"linear_token_logprobs({_ROWS}int kept) -> (Tensor logp, Tensor entropy, Tensor statistics)",
     lambda *arguments: without_none(*_forward(*arguments, None, None)),
     lambda *arguments: results_like(arguments[3], arguments[-1]),
     _check_forward,
+    setup_context=_save,
+    backward=_operator_gradient,
 )
-register("linear_token_logprobs_backward", _backward_operator, _backward_fake, _check_backward)
-torch.library.register_autograd("hpo_core::linear_token_logprobs", _operator_gradient, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd(
-    "hpo_core::linear_token_logprobs_backward", raising(RuntimeError, SECOND_DERIVATIVE), lib=LIBRARY
+register(
+    f"linear_token_logprobs_backward({_ROWS}Tensor statistics, Tensor? logp_gradient, Tensor? entropy_gradient, "
+    "bool[] wanted) -> (Tensor hidden, Tensor weight, Tensor bias)",
+    _backward_operator,
+    _backward_fake,
+    _check_backward,
+    backward=raising(RuntimeError, SECOND_DERIVATIVE),
 )

@@ -11,7 +11,7 @@ import torch.distributed
 
 from ..checks import check, refuse_tangent
 from ..specs import LogitRows
-from .logprobs import IN_PLACE, LogprobsNode, readable, save, token_logprobs
+from .logprobs import IN_PLACE, logprobs_node, readable, save, token_logprobs
 
 
 class LogprobState(NamedTuple):
@@ -150,21 +150,21 @@ def over_ranks(
     if in_place and torch._C._are_functorch_transforms_active():
         check(not (rows.logits.requires_grad and torch.is_grad_enabled()), IN_PLACE, "a transform of torch.func")
     results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
-    results = _OverRanks.apply(*readable(rows), backend or "", kept, in_place, group, sizes)  # type: ignore[no-untyped-call]
+    results = _apply_over_ranks(*readable(rows), backend or "", kept, in_place, group, sizes)
     return results
 
 
-class _OverRanks(LogprobsNode):
-    """Keeps this rank's logits and the statistics of whole rows, so that the backward communicates nothing."""
+def _forward_over_ranks(*arguments: Any) -> Any:
+    *given, backend, kept, _, group, sizes = arguments
+    rows = LogitRows(*given)
+    inverse = inverse_of(rows.temperature, rows.temperatures)
+    states = shared(part(rows, kept, backend or None), rows.logits.shape[-1], group, sizes)
+    return finished(folded(states, inverse), inverse, rows.targets == rows.ignore_index)
 
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        *given, backend, kept, _, group, sizes = arguments
-        rows = LogitRows(*given)
-        inverse = inverse_of(rows.temperature, rows.temperatures)
-        states = shared(part(rows, kept, backend or None), rows.logits.shape[-1], group, sizes)
-        return finished(folded(states, inverse), inverse, rows.targets == rows.ignore_index)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        save(ctx, inputs[:-2], output)
+def _save_own(ctx: Any, inputs: Any, output: Any) -> None:
+    """Keep this rank's logits and the statistics of whole rows, so that the backward communicates nothing."""
+    save(ctx, inputs[:-2], output)
+
+
+_apply_over_ranks = logprobs_node(_forward_over_ranks, _save_own)

@@ -7,19 +7,18 @@ from typing import Any
 import torch
 
 from ..backends import resolve
-from ..checks import check, check_dtype, no_forward_mode, refuse_tangent
+from ..checks import check, check_dtype
 from ..specs import LOGITS, LogitRows
 from .library import (
-    LIBRARY,
     OPERATORS,
     VMAP,
+    call_differentiable,
     check_native,
     check_operand,
-    define,
     is_traced,
+    node,
     not_differentiable,
     raising,
-    refuse_transform_in_compiled,
     register,
 )
 
@@ -31,6 +30,9 @@ SECOND_DERIVATIVE = (
 IN_PLACE = "inplace_gradient: expected an eager backward, got {}; leave inplace_gradient=False"
 
 
+_FIELDS = len(LogitRows._fields)
+
+
 def token_logprobs(
     rows: LogitRows, kept: int, backend: str | None, in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -38,24 +40,14 @@ def token_logprobs(
     the logits; ``kept`` statistics ``[kept, T]``. ``in_place``: the backward writes the gradient over the logits.
     Not for the reference backend."""
     logits = rows.logits
-    outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
-    refuse_tangent("token_logprobs", logits)
-    is_differentiated = logits.requires_grad and torch.is_grad_enabled()
-    in_place = in_place and is_differentiated
-    if torch._C._are_functorch_transforms_active():
-        if not torch.compiler.is_compiling():
-            check(not in_place, IN_PLACE, "a transform of torch.func")
-            outputs = _apply(*rows, backend or "", kept, in_place)
-            return outputs
-        refuse_transform_in_compiled("token_logprobs", logits)
-    if is_traced(logits):
-        check(not in_place, IN_PLACE, "a graph that is traced")
-        logp, entropy, statistics = OPERATORS.token_logprobs(*rows, backend or "", kept)
-        return logp, entropy if kept > 2 else None, statistics
-    if is_differentiated:
-        outputs = _apply(*rows, backend or "", kept, in_place)
-        return outputs
-    return _forward(*rows, backend or "", kept)
+    in_place = in_place and logits.requires_grad and torch.is_grad_enabled()
+    if in_place and is_traced(logits):
+        is_transformed = torch._C._are_functorch_transforms_active()
+        raise ValueError(IN_PLACE.format("a transform of torch.func" if is_transformed else "a graph that is traced"))
+    arguments = (*rows, backend or "", kept)
+    results = call_differentiable("token_logprobs", [logits], _forward, _apply, arguments, [in_place])
+    logp, entropy, statistics = results
+    return logp, entropy if kept > 2 else None, statistics
 
 
 # ---------------------------------------------------------------------------------------------------- both directions
@@ -72,7 +64,7 @@ def readable(rows: LogitRows) -> LogitRows:
 
 
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    *given, backend, kept = arguments
+    *given, backend, kept, _ = arguments  # the last one is in_place, which is for the backward
     rows = readable(LogitRows(*given))
     outputs: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
     outputs = _functions(rows, backend).token_logprobs(rows, kept)
@@ -104,51 +96,47 @@ def _backward(*arguments: Any) -> torch.Tensor:
     return grad
 
 
-_TENSORS = ("logits", "targets", "temperatures", "floors")
+def keep(ctx: Any, rows: Any, statistics: torch.Tensor) -> None:
+    """Keep the named tuple of the rows and the statistics for :func:`kept_by`; only the results are differentiable."""
+    tensors = {name: each for name, each in rows._asdict().items() if isinstance(each, torch.Tensor)}
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(statistics)
+    ctx.rows, ctx.names = rows._replace(**dict.fromkeys(tensors)), list(tensors)
+    ctx.save_for_backward(*tensors.values(), statistics)
+
+
+def kept_by(ctx: Any) -> tuple[Any, torch.Tensor]:
+    *tensors, statistics = ctx.saved_tensors
+    return ctx.rows._replace(**dict(zip(ctx.names, tensors, strict=True))), statistics
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    rows, (backend, kept, *in_place) = LogitRows(*inputs[: len(LogitRows._fields)]), inputs[len(LogitRows._fields) :]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    nothing: dict[str, Any] = dict.fromkeys(_TENSORS)
-    ctx.rest = rows._replace(**nothing), backend, kept, in_place
-    ctx.save_for_backward(*(getattr(rows, name) for name in _TENSORS), output[2])
+    rows, (ctx.backend, _, *ctx.in_place) = LogitRows(*inputs[:_FIELDS]), inputs[_FIELDS:]
+    keep(ctx, rows, output[2])
 
 
-def gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, apply: Any = None) -> Any:
+def _gradient(ctx: Any, apply: Any, logp_gradient: Any, entropy_gradient: Any) -> Any:
     others = (None,) * (len(ctx.needs_input_grad) - 1)
     if logp_gradient is None and entropy_gradient is None:
         return None, *others
-    rest, backend, kept, in_place = ctx.rest
-    *tensors, statistics = ctx.saved_tensors
-    statistics = statistics[:3]
-    rows = rest._replace(**dict(zip(_TENSORS, tensors, strict=True)))
-    if kept == 2:  # the call has no entropy; traced graphs pass zeros as its gradient
+    rows, statistics = kept_by(ctx)
+    if len(statistics) == 2:  # the call has no entropy; traced graphs pass zeros as its gradient
         entropy_gradient = None
-    apply = apply or _apply_backward
-    return apply(*rows, backend, statistics, logp_gradient, entropy_gradient, *in_place), *others
+    return apply(*rows, ctx.backend, statistics[:3], logp_gradient, entropy_gradient, *ctx.in_place), *others
 
 
-class LogprobsNode(torch.autograd.Function):
-    """Keeps the logits and the statistics of their rows."""
+def logprobs_node(forward: Any, setup_context: Any) -> Any:
+    """A node that keeps the logits and the statistics of their rows."""
+    no_vmap = VMAP.format("token_logprobs", "pass logits [..., V] and targets [...] as they are")
 
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return _forward(*arguments[:-1])  # in_place is for the backward
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _gradient(ctx, _apply_backward, *gradients[:2])
 
-    setup_context = staticmethod(save)
-
-    @staticmethod
-    def backward(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
-        return gradient(ctx, logp_gradient, entropy_gradient)
-
-    jvp = raising(no_forward_mode, "token_logprobs")
-    vmap = raising(RuntimeError, VMAP.format("token_logprobs", "pass logits [..., V] and targets [...] as they are"))
+    return node("token_logprobs", forward, setup_context, backward, no_vmap)
 
 
-_apply: Any = LogprobsNode.apply
 _apply_backward = not_differentiable(_backward, SECOND_DERIVATIVE)
+_apply = logprobs_node(_forward, save)
 
 # ----------------------------------------------------------------------------------------------------------- operators
 
@@ -157,8 +145,6 @@ _ROWS = (
     "Tensor logits, Tensor targets, Tensor? temperatures, float temperature, int ignore_index, Tensor? floors, "
     "SymInt first, SymInt vocabulary, str backend, "
 )
-define(f"token_logprobs({_ROWS}int kept) -> (Tensor logp, Tensor entropy, Tensor statistics)")
-define(f"token_logprobs_backward({_ROWS}Tensor statistics, Tensor? logp_gradient, Tensor? entropy_gradient) -> Tensor")
 
 
 def without_none(
@@ -173,6 +159,14 @@ def results_like(targets: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.
     logp = targets.new_empty(targets.shape, dtype=torch.float32)
     entropy = torch.empty_like(logp) if kept > 2 else None
     return without_none(logp, entropy, logp.new_empty((kept, targets.numel())))
+
+
+def check_last_dimension(logits: torch.Tensor) -> None:
+    check(
+        logits.stride(-1) == 1 or logits.shape[-1] == 1 or logits.numel() == 0,
+        "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
+        logits.stride(-1),
+    )
 
 
 def check_columns(first: int, columns: int, vocabulary: int) -> None:
@@ -205,11 +199,7 @@ def _check_rows(rows: LogitRows, backend: str) -> None:
     check_native(logits, backend, "this operator", "token_logprobs")
     check_dtype("logits", logits, LOGITS, "use logits.float()")
     check(logits.dim() > 0 and logits.shape[-1] > 0, "logits: expected shape [..., V], got {}", list(logits.shape))
-    check(
-        logits.stride(-1) == 1 or logits.shape[-1] == 1 or logits.numel() == 0,
-        "logits: expected a contiguous last dimension, got a stride of {}; use logits.contiguous()",
-        logits.stride(-1),
-    )
+    check_last_dimension(logits)
     check_columns(rows.first, logits.shape[-1], rows.vocabulary)
     shape, like = logits.shape[:-1], ("logits", logits)
     check_operand("targets", rows.targets, shape, (torch.int64,), like)
@@ -230,25 +220,20 @@ def _check_backward(*arguments: Any) -> None:
     check_upstream(("logits", rows.logits), rows.targets, statistics, logp_gradient, entropy_gradient)
 
 
-def _operator_gradient(ctx: Any, logp_gradient: Any, entropy_gradient: Any, _: Any) -> Any:
-    return gradient(ctx, logp_gradient, entropy_gradient, OPERATORS.token_logprobs_backward)
-
-
 register(
-    "token_logprobs",
-    lambda *arguments: without_none(*_forward(*arguments)),
+    f"token_logprobs({_ROWS}int kept) -> (Tensor logp, Tensor entropy, Tensor statistics)",
+    lambda *arguments: without_none(*_forward(*arguments, False)),
     lambda *arguments: results_like(arguments[1], arguments[-1]),
     _check_forward,
     strided=("logits",),
+    setup_context=save,
+    backward=lambda ctx, *gradients: _gradient(ctx, OPERATORS.token_logprobs_backward, *gradients[:2]),
 )
 register(
-    "token_logprobs_backward",
+    f"token_logprobs_backward({_ROWS}Tensor statistics, Tensor? logp_gradient, Tensor? entropy_gradient) -> Tensor",
     lambda *arguments: _backward(*arguments, False),
     lambda logits, *_: logits.new_empty(logits.shape),
     _check_backward,
     strided=("logits",),
-)
-torch.library.register_autograd("hpo_core::token_logprobs", _operator_gradient, setup_context=save, lib=LIBRARY)
-torch.library.register_autograd(
-    "hpo_core::token_logprobs_backward", raising(RuntimeError, SECOND_DERIVATIVE), lib=LIBRARY
+    backward=raising(RuntimeError, SECOND_DERIVATIVE),
 )

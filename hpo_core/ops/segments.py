@@ -2,68 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from ..backends import resolve
 from ..checks import check, check_dtype
-from .library import check_offsets, check_operand, define, handed_on, numbers_of, register, run
-
-
-def row_counts(
-    mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None
-) -> torch.Tensor:
-    """Valid tokens of each row ``[S]`` int64."""
-    result: torch.Tensor = run("segments", "row_counts", cu_seqlens, backend, mask, cu_seqlens, total_tokens)
-    return result
-
-
-define("row_counts(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
-
-
-def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None) -> torch.Tensor:
-    """The first offset, each row's first valid token and the one after its last, and the last offset: ``[2 S + 2]``."""
-    result: torch.Tensor = run("segments", "row_spans", cu_seqlens, backend, mask, cu_seqlens, total_tokens)
-    return result
-
-
-define("row_spans(Tensor mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor")
-
-
-def group_statistics(
-    values: torch.Tensor,
-    ids: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    backend: str | None,
-) -> torch.Tensor:
-    """Statistics of the group of every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
-    result: torch.Tensor = run("segments", "group_statistics", values, backend, values, ids, weights, mask)
-    return result
-
-
-define("group_statistics(Tensor values, Tensor? ids, Tensor? weights, Tensor? mask, str backend) -> Tensor")
-
-
-def recurrence(
-    values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None
-) -> torch.Tensor:
-    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]`` float64."""
-    result: torch.Tensor = run("segments", "recurrence", values, backend, values, gains, cu_seqlens)
-    return result
-
-
-define("recurrence(Tensor values, Tensor gains, Tensor cu_seqlens, str backend) -> Tensor")
-
-
-def _statistics_fake(values: torch.Tensor, *_: Any) -> torch.Tensor:
-    return values.new_empty((6, values.shape[0]), dtype=torch.float64)
+from .library import check_offsets, check_operand, numbers_of, operator
 
 
 def _check_counted(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, _: str) -> None:
     check(total_tokens >= 0, "total_tokens: expected a count >= 0, got {}", total_tokens)
     check_offsets("cu_seqlens", cu_seqlens, ("cu_seqlens", cu_seqlens))
     check_operand("mask", mask, (total_tokens,), (torch.bool,), ("cu_seqlens", cu_seqlens), "total_tokens")
+
+
+@operator(
+    "row_counts(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor",
+    lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1),
+    _check_counted,
+)
+def row_counts(
+    mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None
+) -> torch.Tensor:
+    """Valid tokens of each row ``[S]`` int64."""
+    result: torch.Tensor = resolve("segments", cu_seqlens, backend).row_counts(mask, cu_seqlens, total_tokens)
+    return result
+
+
+@operator(
+    "row_spans(Tensor mask, Tensor cu_seqlens, SymInt total_tokens, str backend) -> Tensor",
+    lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(2 * cu_seqlens.shape[0]),
+    _check_counted,
+)
+def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int, backend: str | None) -> torch.Tensor:
+    """The first offset, each row's first valid token and the one after its last, and the last offset: ``[2 S + 2]``."""
+    result: torch.Tensor = resolve("segments", cu_seqlens, backend).row_spans(mask, cu_seqlens, total_tokens)
+    return result
 
 
 def _check_statistics(
@@ -80,6 +53,23 @@ def _check_statistics(
     check_operand("mask", mask, values.shape, (torch.bool,), ("values", values))
 
 
+@operator(
+    "group_statistics(Tensor values, Tensor? ids, Tensor? weights, Tensor? mask, str backend) -> Tensor",
+    lambda values, *_: values.new_empty((6, values.shape[0]), dtype=torch.float64),
+    _check_statistics,
+)
+def group_statistics(
+    values: torch.Tensor,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    backend: str | None,
+) -> torch.Tensor:
+    """Statistics of the group of every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
+    result: torch.Tensor = resolve("segments", values, backend).group_statistics(values, ids, weights, mask)
+    return result
+
+
 def _check_scanned(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, _: str) -> None:
     check(values.dim() == 1, "values: expected shape [U] (one per unit), got {}", list(values.shape))
     check_dtype("values", values, (torch.float64,), "use values.double()")
@@ -87,17 +77,14 @@ def _check_scanned(values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.
     check_offsets("cu_seqlens", cu_seqlens, ("values", values))
 
 
-register(
-    "row_counts",
-    handed_on("segments", "row_counts"),
-    lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1),
-    _check_counted,
+@operator(
+    "recurrence(Tensor values, Tensor gains, Tensor cu_seqlens, str backend) -> Tensor",
+    lambda values, *_: torch.empty_like(values),
+    _check_scanned,
 )
-register(
-    "row_spans",
-    handed_on("segments", "row_spans"),
-    lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(2 * cu_seqlens.shape[0]),
-    _check_counted,
-)
-register("group_statistics", handed_on("segments", "group_statistics"), _statistics_fake, _check_statistics)
-register("recurrence", handed_on("segments", "recurrence"), lambda values, *_: torch.empty_like(values), _check_scanned)
+def recurrence(
+    values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None
+) -> torch.Tensor:
+    """``y_i = x_i + g_i y_{i+1}`` from the end of every row to its start, ``[U]`` float64."""
+    result: torch.Tensor = resolve("segments", values, backend).recurrence(values, gains, cu_seqlens)
+    return result

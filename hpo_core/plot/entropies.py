@@ -58,7 +58,7 @@ def entropy_window(
     require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
     entropy, batch = entropy.detach(), as_batch(batch)
     check(0 <= row < batch.rows, "row: expected 0 to {}, got {}", batch.rows - 1, row)
-    state = window.fit(entropy, batch) if state is None else state
+    state = window.fit_score(window.score(entropy, batch)) if state is None else state
     chosen = window.apply(entropy, batch, state)
     inside = cover(chosen.reshape(-1), batch, Window(window.first, window.last))
     begin, end = (int(offset) for offset in batch.cu_seqlens[row : row + 2])

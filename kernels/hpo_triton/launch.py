@@ -84,8 +84,8 @@ def wait_for_programs(arrived, expected):
 
 
 def launch_steps(kernel: Any, steps: dict[int, int], registers: int, *arguments: Any, **structure: Any) -> None:
-    """Start a kernel for the steps FIRST to LAST, each with its number of blocks: in one launch, whose programs wait
-    for each other between steps, or where that cannot be in one for each step, with a program for each block."""
+    """Start a kernel for the steps FIRST to LAST, each with its number of blocks: in one cooperative launch, whose
+    programs wait for each other between steps, or else in a launch for each step, with a program for each block."""
     names, blocks = list(steps), max(steps.values())
     programs, cooperative = programs_together(arguments[0].device, blocks, 1, registers)
     if cooperative and len(names) > 1:

@@ -25,6 +25,7 @@ from trainer_batches import (
 
 import hpo_core as hpo
 from hpo_core import gates
+from hpo_core.integrations.micro_batch import padded_rows, token_loss
 
 # ------------------------------------------------------------------------------------------------------------ prime-rl
 # LossInputs, LossOutputs and default_loss_fn of src/prime_rl/trainer/rl/loss.py at 559b447.
@@ -370,6 +371,27 @@ def test_roll(mode):
 
     fields = {"loss_agg_mode": mode, "use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.05}
     equal(lambda logp: of_roll(batch, logp, **fields), theirs, batch.logp)
+
+
+def test_rolls_penalty_with_a_coefficient_of_0_is_none():
+    batch = Batch()
+    (loss, logged), (alone, expected) = (of_roll(batch, batch.logp, use_kl_loss=each) for each in (True, False))
+    assert torch.equal(loss, alone) and logged == expected
+
+
+def test_a_bound_of_k3_counts_no_masked_token_and_hides_no_infinite_one():
+    batch, gate = Batch(), gates.ppo_clip()
+    rows = padded_rows(batch.mask, gate)
+
+    def loss(logp, ref):
+        given = {"ref_logp": ref, "kl": hpo.kl.k3(0.1), "clamp_k3": True}
+        return token_loss(logp, batch.old, batch.advantages, rows, gate, torch.ones(ROWS), **given)
+
+    far = torch.where(batch.mask, batch.ref, batch.logp + 50)
+    assert torch.equal(loss(batch.logp, far).loss, loss(batch.logp, batch.ref).loss)
+    batch.logp[0, 0] = -torch.inf
+    seen = loss(batch.logp, batch.ref).metrics
+    assert (seen["infinite_tokens"], seen["nan_tokens"]) == (1, 0)
 
 
 @pytest.mark.parametrize("corrected", [True, False])

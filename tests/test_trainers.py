@@ -124,6 +124,8 @@ def test_rows_that_touch_are_two_steps_and_an_empty_row_is_none(gate):
     assert packed_rows(cu, mask, gate).row_of_step().tolist() == [0, 2]
     assert packed_rows(torch.tensor([0, 4, 4]), mask, gate).row_of_step().tolist() == [0]
     assert padded_rows(mask[None], gate).row_of_step().tolist() == [0]
+    without = gates.dapo()  # steps cost a wait for the device
+    assert padded_rows(mask[None], without).steps is None and packed_rows(cu, mask, without).steps is None
 
 
 def test_fractions_of_clipped_and_dual_clipped_tokens():

@@ -212,6 +212,11 @@ def test_ranges_with_equal_ids_are_one_step():
     assert trajectory == [0, 0, 2, 2, 2]
 
 
+def test_a_range_without_tokens_is_no_part_of_the_step_with_its_id():
+    batch = PackedBatch(longs(0, 3), steps=longs([0, 0], [0, 2], [2, 2], [2, 3]), step_ids=longs(7, 0, 5, 5))
+    assert batch.spread_steps(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [2.0, 2.0, 4.0]
+
+
 @pytest.mark.parametrize(
     ("rows", "picked"),
     [

@@ -155,6 +155,9 @@ def test_torchforge():
         ),
         logits,
     )
+    alone = of_torchforge(batch, logits, response)
+    with two_ranks():  # each has its own mean, and FSDP theirs
+        assert torch.equal(of_torchforge(batch, logits, response), alone)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, LENGTH), (ROWS, 1), (1, 1)])

@@ -43,7 +43,7 @@ def of_slime(batch, logp, sums, **fields):
     entropy = [logp[row, :length] ** 2 for row, length in enumerate(batch.lengths)]
     theirs = {
         "get_log_probs_and_entropy": lambda *_, **__: (None, {"log_probs": parts(logp, batch), "entropy": entropy}),
-        "get_rollout_top_p_logprob_kwargs": lambda *_: {},
+        "get_rollout_top_p_logprob_kwargs": lambda args, batch: {"of": (args.eps_clip, batch["advantages"])},
         "compute_approx_kl": k3,
         "vanilla_tis_function": truncated, "load_function": {"mine.rejecting": rejecting}.get,
         "get_sum_of_sample_mean": lambda *told: sums_of_means(*told[1:]),
@@ -113,6 +113,16 @@ def test_slimes_custom_correction(per_token, flag):
     equal(lambda logp: of_slime(batch, logp, sums, **fields), theirs, batch.logp)
     rejected = (weights * (batch.mask & ~kept)).sum().item()
     assert rejected > 0 and of_slime(batch, batch.logp, sums, **fields)[1]["rejected"] == pytest.approx(rejected)
+
+
+def test_slimes_old_policy_is_the_sampler_where_it_is_told():
+    batch = Batch()
+    sums = slime_sums(batch)
+
+    def theirs(logp):
+        return (masked(clipped(logp, batch.rollout, batch.advantages), batch.mask) / torch.tensor(sums)[:, None]).sum()
+
+    equal(lambda logp: of_slime(batch, logp, sums, use_rollout_logprobs=True), theirs, batch.logp)
 
 
 @pytest.mark.parametrize("per_token", [True, False])

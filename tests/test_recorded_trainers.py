@@ -25,6 +25,7 @@ from trainer_batches import (
 
 import hpo_core as hpo
 from hpo_core import gates
+from hpo_core.integrations.micro_batch import padded_rows, token_loss
 
 # ------------------------------------------------------------------------------------------------------------ prime-rl
 # LossInputs, LossOutputs and default_loss_fn of src/prime_rl/trainer/rl/loss.py at 559b447.
@@ -128,7 +129,7 @@ def of_easyr1(batch, logp, **fields):
 @pytest.mark.parametrize("mode", ["token", "seq"])
 @pytest.mark.parametrize("kind", ["default", "gspo", "gspo_token", "cispo", "sapo"])
 def test_easyr1(kind, mode):
-    batch = Batch(empty_row=True, per_token=True)
+    batch = Batch(empty_row=True, per_token=True, width=1.5 if "gspo" in kind else 0.4)  # means of rows are smaller
     counts = batch.mask.sum(1, keepdim=True)
     shares = 1 / counts.sum() if mode == "token" else 1 / (ROWS * counts.clamp(min=1))
 
@@ -148,6 +149,7 @@ def test_easyr1(kind, mode):
     fields = {"loss_type": kind, "loss_avg_mode": mode, "clip_ratio_dual": 1.2}
     equal(lambda logp: of_easyr1(batch, logp, **fields), theirs, batch.logp)
     logged = of_easyr1(batch, batch.logp, **fields)[1]
+    assert logged["pg_clipfrac_higher"] > 0.05 or kind == "sapo", "nothing was clipped: the comparison says little"
     assert logged["ppo_kl"] == pytest.approx((batch.old - batch.logp)[batch.mask].mean().item(), rel=1e-5)
     assert logged["entropy_loss"] == pytest.approx((shares * masked(-batch.logp, batch.mask)).sum().item(), rel=1e-5)
 
@@ -207,14 +209,10 @@ def test_nemo_rl(per_token, nemo_rl):
     loss = nemo_rl(
         "icepop(0.8, 1.2, gate=ppo_clip(0.2, 0.28, 1.5))", token_level_loss=per_token, reference_policy_kl_penalty=0.1
     )
+    counts = {"global_valid_seqs": torch.tensor(9.0), "global_valid_toks": torch.tensor(77.0)}
 
     def ours(logp):
-        return loss(
-            next_token_logprobs=logp,
-            data=data,
-            global_valid_seqs=torch.tensor(9.0),
-            global_valid_toks=torch.tensor(77.0),
-        )
+        return loss(next_token_logprobs=logp, data=data, **counts)
 
     def theirs(logp):
         weight = torch.exp(batch.old - batch.rollout)
@@ -373,6 +371,27 @@ def test_roll(mode):
 
     fields = {"loss_agg_mode": mode, "use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.05}
     equal(lambda logp: of_roll(batch, logp, **fields), theirs, batch.logp)
+
+
+def test_rolls_penalty_with_a_coefficient_of_0_is_none():
+    batch = Batch()
+    (loss, logged), (alone, expected) = (of_roll(batch, batch.logp, use_kl_loss=each) for each in (True, False))
+    assert torch.equal(loss, alone) and logged == expected
+
+
+def test_a_bound_of_k3_counts_no_masked_token_and_hides_no_infinite_one():
+    batch, gate = Batch(), gates.ppo_clip()
+    rows = padded_rows(batch.mask, gate)
+
+    def loss(logp, ref):
+        given = {"ref_logp": ref, "kl": hpo.kl.k3(0.1), "clamp_k3": True}
+        return token_loss(logp, batch.old, batch.advantages, rows, gate, torch.ones(ROWS), **given)
+
+    far = torch.where(batch.mask, batch.ref, batch.logp + 50)
+    assert torch.equal(loss(batch.logp, far).loss, loss(batch.logp, batch.ref).loss)
+    batch.logp[0, 0] = -torch.inf
+    seen = loss(batch.logp, batch.ref).metrics
+    assert (seen["infinite_tokens"], seen["nan_tokens"]) == (1, 0)
 
 
 @pytest.mark.parametrize("corrected", [True, False])

@@ -124,6 +124,8 @@ def test_rows_that_touch_are_two_steps_and_an_empty_row_is_none(gate):
     assert packed_rows(cu, mask, gate).row_of_step().tolist() == [0, 2]
     assert packed_rows(torch.tensor([0, 4, 4]), mask, gate).row_of_step().tolist() == [0]
     assert padded_rows(mask[None], gate).row_of_step().tolist() == [0]
+    without = gates.dapo()  # steps cost a wait for the device
+    assert padded_rows(mask[None], without).steps is None and packed_rows(cu, mask, without).steps is None
 
 
 def test_fractions_of_clipped_and_dual_clipped_tokens():
@@ -223,6 +225,13 @@ def test_openrlhf_refuses_by_name(gate, flags, said, monkeypatch):
         integration("openrlhf").HPOPolicyLoss(**flags)
 
 
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+def test_openrlhfs_correction_needs_the_sampler(kind):
+    batch, loss = Batch(), integration("openrlhf").HPOPolicyLoss(policy_loss_type=kind, is_correction_level="token")
+    with pytest.raises(ValueError, match=r"rollout_log_probs: is_correction_\* needs the sampler"):
+        loss(batch.logp, batch.old, batch.advantages, batch.mask)
+
+
 def test_openrlhf_drops_a_row_whose_statistic_is_nan():
     batch = Batch()
     batch.rollout[0, 0] = torch.nan
@@ -232,9 +241,25 @@ def test_openrlhf_drops_a_row_whose_statistic_is_nan():
     assert loss(batch.logp, batch.old, batch.advantages, batch.mask, batch.rollout)[4] == pytest.approx(1 / ROWS)
 
 
-def test_openrlhfs_gspo_has_its_dual_clip():
-    made = integration("openrlhf").HPOPolicyLoss(policy_loss_type="gspo", clip_eps_high=0.28, dual_clip=1.5)
-    assert made.used.levels[0].gate == gates.ppo_clip(0.2, 0.28, ratio_dual=1.5).token
+@pytest.mark.parametrize("corrected", [False, True])
+def test_openrlhfs_gspo(corrected):
+    """Its ratios are those to the sampler where ``is_correction_level`` is set, its mean is always that over rows."""
+    flags = {"policy_loss_type": "gspo", "clip_eps_low": 0.05, "clip_eps_high": 0.06, "dual_clip": 1.15}
+    flags |= {"is_correction_level": "seq"} if corrected else {}
+    batch, counts = Batch(width=0.8), Batch().mask.sum(1, keepdim=True)
+    anchor = batch.rollout if corrected else batch.old
+
+    def ours(logp):
+        loss = integration("openrlhf").HPOPolicyLoss(**flags)
+        return loss(logp, batch.poisoned(batch.old), batch.advantages, batch.mask, batch.poisoned(batch.rollout))
+
+    def theirs(logp):
+        mean = masked(logp - anchor, batch.mask).sum(1, keepdim=True) / counts
+        terms = clipped(mean.expand_as(logp), 0.0, batch.advantages, 0.05, 0.06, 1.15)
+        return (masked(terms, batch.mask) / counts).sum() / ROWS
+
+    equal(ours, theirs, batch.logp)
+    assert ours(batch.logp)[1] > 0.2, "nothing was clipped: the comparison says little"
 
 
 def test_openrlhf_is_replaced_where_its_actor_looks_the_name_up(monkeypatch):
@@ -260,10 +285,12 @@ def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(gate, name, main, 
     """Both stand beside the options with which the trainer itself starts Ray."""
     monkeypatch.setenv("HPO_GATE", gate)
     monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
-    asked = {}
+    asked, bare = {}, {}
 
     def run(name, **_):
         asked.update(ran=name, arguments=sys.argv[1:])
+        stubs["ray"].init()
+        bare.update(asked.pop("runtime_env"))
         stubs["ray"].init(num_cpus=2, runtime_env={"env_vars": {"OWN": "1"}, "excludes": [".git/"]})
 
     def start(**options):
@@ -274,7 +301,9 @@ def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(gate, name, main, 
         integration(name).launch()
         assert stubs["ray"].init is start
     hook = f"hpo_core.integrations.{name}.install"
-    environment = {"env_vars": {"OWN": "1", **({"HPO_GATE": gate} if gate else {})}, "excludes": [".git/"]}
+    told = {"HPO_GATE": gate} if gate else {}
+    assert bare == {"env_vars": told, "worker_process_setup_hook": hook}
+    environment = {"env_vars": {"OWN": "1", **told}, "excludes": [".git/"]}
     assert asked == {
         "ran": main, "arguments": ["--x"], "num_cpus": 2,
         "runtime_env": {**environment, "worker_process_setup_hook": hook},
@@ -329,6 +358,23 @@ def test_areal():
         lambda logp: masked(clipped(logp, old, advantages, 0.2, 0.28, 1.5), mask).sum() / batch.tokens,
         batch.packed(batch.logp),
     )
+
+
+def test_areals_ratios_of_sequences():
+    """Each has the mean of its tokens' advantages."""
+    batch = Batch(per_token=True, width=0.8)
+    counts = batch.mask.sum(1, keepdim=True)
+
+    def rows(values):
+        return (masked(values, batch.mask).sum(1, keepdim=True) / counts).expand(ROWS, LENGTH)
+
+    def theirs(logp):
+        padded = torch.zeros(ROWS, LENGTH).masked_scatter(batch.present, logp)
+        terms = clipped(rows(padded - batch.old), 0.0, rows(batch.advantages), 0.05, 0.06, 1.15)
+        return masked(terms, batch.mask).sum() / batch.tokens
+
+    told = {"importance_sampling_level": "sequence", "eps_clip": 0.05, "eps_clip_higher": 0.06, "c_clip": 1.15}
+    equal(lambda logp: areal_loss(logp, batch, **told), theirs, batch.packed(batch.logp))
 
 
 def test_areals_engine_weighs_the_means_of_ranks():

@@ -229,6 +229,16 @@ def test_every_kernel_is_on_the_page():
     )
 
 
+def test_programs_are_numbered_in_64_bits():
+    """Their number times a tile may be beyond 2^31, but where a call has few units, which 32 bits count."""
+    lines = [line for path in ROOT.glob("kernels/hpo_triton/*.py") for line in path.read_text().splitlines()]
+    numbered = [line for line in lines if "tl.program_id(" in line]
+    narrow = [line for line in numbered if "tl.program_id(0).to(tl.int64)" not in line]
+    few = [line for line in narrow if "unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]" in line]
+    assert len(numbered) > 30 and len(few) == 2
+    assert [line.strip() for line in narrow if line not in few] == ["if tl.program_id(0) == 0:"]
+
+
 def of_each(targets):
     """Parameters of a test: the kernels that a target meets in its turn, and in `make test-long` all on each."""
     every_run = [pytest.param(target, OF_OTHERS[target], id=f"{target}") for target in targets]

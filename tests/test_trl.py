@@ -16,6 +16,7 @@ from trainers import LENGTH, ROWS, build, loss_of, micro_batch
 from trl_runs import DEEP, differences, run
 
 import hpo_core as hpo
+from hpo_core.integrations import trl_entropy
 
 skip_without("trl")
 hpo_trl, trl = Lazy("hpo_core.integrations.trl"), Lazy("trl")
@@ -187,6 +188,23 @@ def test_auxiliary_loss_of_experts(tmp_path):
         loss.backward()
         results.append((loss.item(), aux.grad.item(), trainer._metrics["train"]["aux_loss"].pop()))
     assert results[0] == pytest.approx(results[1], rel=1e-6)
+
+
+def test_the_adaptive_bonus_moves_between_its_bounds():
+    """TRL's rule on five steps of two micro-batches with these entropies, of which the mean is that of both."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(entropy_target=1.0, entropy_coef_delta=0.25, entropy_coef_min=0.125, entropy_coef_max=0.5),
+        use_adaptive_entropy=True, entropy_coef=0.375, _last_world_entropy=0.0, _entropy_window_stats=None,
+        model=SimpleNamespace(training=True), _metrics={"train": {"entropy_coef": []}},
+        accelerator=SimpleNamespace(reduce=lambda sums, reduction: sums),
+    )  # fmt: skip
+    steps, bonuses = ((0.5, 1.5), (0.0, 0.5), (3.0, 0.0), (3.0, 3.0), (3.0, 3.0)), []
+    for step in steps:
+        for trainer.accelerator.sync_gradients, entropy in zip((False, True), step, strict=True):
+            entropies = torch.tensor([[entropy, 9.0, entropy]])
+            bonuses.append(trl_entropy.entropy_bonus(trainer, entropies, entropies < 9, 2).item())
+    assert trainer._metrics["train"]["entropy_coef"] == [0.5, 0.5, 0.25, 0.125, 0.125]
+    assert bonuses == [0.375 / 4, 0.375 * 0.75, 0.0, 0.125, 0.75, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
 # -------------------------------------------------------------------------------------------------------- whole runs

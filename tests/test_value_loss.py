@@ -70,6 +70,7 @@ def test_metrics():
     }  # fmt: skip
     assert 0 < clipped.mean() < 1
     assert out.metrics.compute() == pytest.approx(expected, rel=1e-7)
+    assert hpo.value_loss(values, returns, batch).metrics.compute()["clip_fraction"] == 0
     with pytest.raises(FloatingPointError, match="value_loss: broken_tokens = 2: at a valid token a value"):
         out.metrics.raise_for_flags()
 

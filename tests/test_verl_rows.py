@@ -299,6 +299,18 @@ def test_a_correction_of_prompts_needs_all_answers_in_one_micro_batch():
         updated(batch, actor("hpo_corrected", loss_agg_mode="token-mean"), [[0, 1, 2], [3, 4, 5, 6, 7]])
 
 
+def test_the_answers_to_a_prompt_are_those_of_all_ranks(monkeypatch):
+    def gather(counts, own, group):
+        assert len(counts) == 2 and group == "ranks"
+        counts[:] = own, type(own)({"prompt 0": 3, "prompt 9": 1})
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    data = Rollout().data()
+    selection.module()._count_groups(data, "ranks")
+    assert [*data["hpo_group_rows"]] == [7] * 4 + [4] * 4
+
+
 def test_a_level_of_prompts_needs_all_answers_in_one_micro_batch():
     hpo_verl.register("hpo_groups", GROUPS)
     batch, config = Rollout(), actor("hpo_groups", loss_agg_mode="token-mean")

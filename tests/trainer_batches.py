@@ -40,7 +40,7 @@ class Batch:
         return values[self.present]
 
     def cu_seqlens(self):
-        return torch.tensor([0, *self.lengths]).cumsum(0).int()
+        return torch.tensor([0, *self.lengths], device="cpu").cumsum(0).int()
 
     def poisoned(self, values):
         """The values with NaN wherever nothing may be read."""
@@ -48,16 +48,24 @@ class Batch:
 
 
 def gradient(loss, logp):
-    """Loss and dL/dlogp of a function of log-probabilities that returns the loss, or a tuple that begins with it."""
+    """Loss and dL/dlogp of a function of log-probabilities that returns the loss, or a tuple that begins with it. What
+    it logs beside the loss is on its device and keeps no graph alive."""
     leaf = logp.clone().requires_grad_()
     found = loss(leaf)
-    found = found[0] if isinstance(found, tuple) else found
+    found, *logged = found if isinstance(found, tuple) else (found,)
+    values = [value for each in logged for value in (each.values() if isinstance(each, dict) else (each,))]
+    values = [value for value in values if torch.is_tensor(value)]
+    assert all(value.device == leaf.device and not value.requires_grad for value in values), "not for a log"
     (grad,) = torch.autograd.grad(found, leaf)
     return found.detach(), grad
 
 
 def equal(ours, theirs, logp):
-    close(gradient(ours, logp), gradient(theirs, logp))
+    """Loss and gradient of ours are those of theirs, also on one of two ranks, and where another device is the default
+    of tensors."""
+    with two_ranks(), torch.device("meta"):
+        found = gradient(ours, logp)
+    close(found, gradient(theirs, logp))
 
 
 def close(ours, theirs):

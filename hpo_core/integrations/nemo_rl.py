@@ -114,9 +114,10 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             of_penalty = fractions(alone.metrics, self.gate)
             seen |= {name: seen.get(name, 0.0) + of_penalty[name] for name in FLAGS if name in of_penalty}
         # NeMo-RL adds what micro-batches report, each over the count of the step; it warns about a mean above 1.05
-        share = seen.pop("tokens") / max(float(global_valid_toks), 1.0)
+        count = max(float(global_valid_toks), 1.0)
+        share = seen.pop("tokens") / count
         error = torch.where(mask, (rollout - old).abs(), 0.0).float().exp()
-        error = torch.where(mask, error, 0.0).sum() / torch.as_tensor(global_valid_toks).clamp(min=1)
+        error = torch.where(mask, error, 0.0).sum() / count
         return total, {
             "loss": float(total.detach()),
             "token_mult_prob_error": float(error),

@@ -40,7 +40,7 @@ def case(*, rows: int, length: int, full: bool, backend: str | None) -> Case:
         ours=[Contestant("hpo_core", ours, tolerance=2e-6)],
         peers=[Contestant("eager, float64", eager, slower_by(3), tolerance=2e-6)],
         floor=floor,
-        truth=None if full else lambda: {"keys": reference.covariance(logp, advantages, row, mask, *TokenDraw())[0]},
+        truth=None if full else lambda: {"keys": reference.covariance(logp, advantages, row, mask, TokenDraw())[0]},
     )
 
 

@@ -32,6 +32,7 @@ from .specs import (
     Scopes,
     SegmentReduce,
     Stage,
+    TokenDraw,
     WindowAggregate,
     rows_as_weights,
 )
@@ -328,13 +329,10 @@ class Native:
         advantages: torch.Tensor,
         unit_of_token: torch.Tensor | None,
         mask: torch.Tensor | None,
-        old_logp: torch.Tensor | None,
-        bounds: Sequence[float],
-        factor: int,
-        offset: int,
+        draw: TokenDraw,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, members = torch.empty_like(logp), logp.new_empty(1, dtype=torch.int64)
-        given = (logp, advantages, unit_of_token, mask, old_logp, bounds, factor, offset, keys, members)
+        given = (logp, advantages, unit_of_token, mask, *draw, keys, members)
         workspace = self._workspace(self.module.covariance_workspace(logp.numel()), logp)
         self._call(self.module.covariance, logp, logp.numel(), advantages.numel(), *given, workspace)
         return keys, members

@@ -8,6 +8,7 @@ import torch
 
 import hpo_core as hpo
 from hpo_core import PackedBatch, testing
+from hpo_core.batch import row_sums
 from hpo_core.batch.structure import check_structure
 
 LONG = torch.int64
@@ -210,6 +211,11 @@ def test_ranges_with_equal_ids_are_one_step():
     step, trajectory = full().hierarchy((hpo.gates.Unit.STEP, hpo.gates.Unit.TRAJECTORY)).ancestors.tolist()
     assert step == [0, 1, 2, 0, 2]  # a segment has the number of its first range; -1 names none
     assert trajectory == [0, 0, 2, 2, 2]
+
+
+def test_sums_of_rows_are_0_without_tokens():
+    batch = PackedBatch(longs(0, 0, 2, 2, 3, 3), total_tokens=4)
+    assert row_sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), batch).tolist() == [0, 3, 0, 4, 0]
 
 
 def test_a_range_without_tokens_is_no_part_of_the_step_with_its_id():

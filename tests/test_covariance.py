@@ -155,8 +155,11 @@ def test_bits_do_not_depend_on_threads_or_garbage(backend):
 def test_views_that_begin_anywhere(backend):
     """Triton reads 128 bits at once where it may."""
     logp, advantages, unit, mask, draw = example(3001, seed=5)
-    whole, _ = run(backend, logp, advantages, unit, mask)
+    given = logp, unit, mask, draw.old_logp
+    terms, _ = run(backend, logp, advantages, unit, mask)
+    drawn, _ = run(backend, logp, advantages, unit, mask, draw)
     for start in (1, 2, 3):
-        moved = [torch.cat((each[:start], each))[start:] for each in (logp, unit, mask, draw.old_logp)]
-        keys, _ = run(backend, moved[0], advantages, moved[1], moved[2])
-        assert torch.equal(keys, whole)
+        x, own, valid, old_logp = (torch.cat((each[:start], each))[start:] for each in given)
+        assert torch.equal(run(backend, x, advantages, own, valid)[0], terms)
+        moved = draw._replace(old_logp=old_logp)
+        assert torch.equal(run(backend, logp, advantages, unit, mask, moved)[0], drawn)

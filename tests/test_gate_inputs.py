@@ -214,7 +214,7 @@ def test_masks_of_covariances_are_those_of_loops(level):
         assert drawn <= {*eligible} and len(drawn) == min(len(eligible), max(1, int(0.05 * len(known))))
 
 
-def test_who_pays_does_not_depend_on_the_order_of_rows():
+def test_paying_tokens_do_not_depend_on_the_order_of_rows():
     """Masked tokens, and a row of none; no two covariances are equal."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.tensor([3, 0, 700, 1, 20_000, 60])

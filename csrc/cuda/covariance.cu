@@ -7,7 +7,7 @@
 namespace hpo {
 namespace {
 
-constexpr int kSums = 4;  // of a block: members, log-probabilities and advantages, and nothing
+constexpr int kSums = 4;  // of a block: members, log-probabilities, advantages, and 0, because block_sums takes a power of two
 
 struct Member {
   float logp, advantage;

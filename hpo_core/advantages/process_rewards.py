@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..batch import PackedBatch, row_counts, spread_rows, valid_tokens
+from ..batch import PackedBatch, row_counts, row_sums, spread_rows, valid_tokens
 from ..checks import check_rows, check_tokens
 from ..segments import scan, statistics
 from ..specs import Provenance
@@ -52,9 +52,7 @@ def prime(
     valid = valid_tokens(batch)
     given = torch.where(valid, token_rewards, 0.0).double()
     ones = torch.ones_like(given)
-    tokens = row_counts(batch)
-    total = torch.nn.functional.pad(scan(given, ones, batch.cu_seqlens, backend), (0, 1))
-    mean = total[batch.cu_seqlens[:-1].clamp(0, given.numel())] / tokens  # of a row without tokens: in no baseline
+    mean = row_sums(given, batch, backend) / row_counts(batch)  # of a row without tokens 0 / 0: in no baseline
     group = statistics(mean, group_ids, backend=backend)
     compared = group.members > 1
     gain = torch.where(compared, process_weight * group.members / (group.members - 1).clamp(min=1), 0.0)

@@ -134,6 +134,14 @@ def row_counts(batch: PackedBatch, chosen: torch.Tensor | None = None) -> torch.
     return ops.row_counts(mask, batch.cu_seqlens, batch.total_tokens, None)
 
 
+def row_sums(values: torch.Tensor, batch: PackedBatch, backend: str | None = None) -> torch.Tensor:
+    """The sum of values ``[T]`` over all tokens of each row, ``[S]`` float64, in a fixed order; of no tokens 0."""
+    values = values.double()
+    rest = ops.recurrence(values, torch.ones_like(values), batch.cu_seqlens, backend)  # from a token to the row's end
+    first = torch.nn.functional.pad(rest, (0, 1))[batch.cu_seqlens[:-1].clamp(0, values.numel())]
+    return torch.where(batch.cu_seqlens.diff() > 0, first, 0.0)
+
+
 def spread_rows(values: torch.Tensor, batch: PackedBatch, nowhere: float) -> torch.Tensor:
     """Values of rows ``[S]`` at their tokens ``[T]``, ``nowhere`` outside all rows."""
     return torch.cat((values, values.new_full((1,), nowhere))).index_select(0, batch.once(rows_of_tokens))

@@ -217,7 +217,7 @@ class PackedBatch(Immutable):
         return self.once(hierarchy_of, units)
 
     def leaf_tables(self, units: tuple[Unit, ...]) -> LeafTables:
-        """The same for kernels, which need no table, and a new batch no launch, for what offsets say."""
+        """The same for kernels: no table, and so no launch on a new batch, where the offsets say all."""
         if Unit.STEP in units:
             return LeafTables(*self.hierarchy(units))
         if self.trajectory_ids is None and all(unit is Unit.TRAJECTORY for unit in units):

@@ -9,7 +9,7 @@ import torch
 
 from .. import ops
 from ..arguments import examines, parameter_names
-from ..batch import PackedBatch, alone_without, renumber, row_counts, spread_rows, takes_padded, valid_tokens
+from ..batch import PackedBatch, alone_without, renumber, row_counts, row_sums, spread_rows, takes_padded, valid_tokens
 from ..checks import check, check_precise, check_tokens
 from ..specs import GroupStatistics
 
@@ -50,13 +50,11 @@ def gepo_old_logp(old_logp: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     assert batch.group_ids is not None
     valid, given = valid_tokens(batch), old_logp.detach()
     counted = valid & given.isfinite()
-    known = torch.where(counted, given, 0.0).double()
-    behind = ops.recurrence(known, torch.ones_like(known), batch.cu_seqlens, None)  # to the end of the row
-    total = torch.nn.functional.pad(behind, (0, 1))[batch.cu_seqlens[:-1].clamp(0, given.numel())]
     tokens = row_counts(batch, counted)
     row = torch.arange(batch.rows, device=batch.device)
     trajectory = row if batch.trajectories is None else batch.trajectories[0]
-    own = _statistics(total / tokens, trajectory, tokens)  # of a row without tokens: 0 / 0, which is in no mean
+    row_mean = row_sums(torch.where(counted, given, 0.0), batch) / tokens  # without tokens 0 / 0: in no mean
+    own = _statistics(row_mean, trajectory, tokens)
     mean = torch.where(own.members > 0, own.mean, torch.nan)
     group = renumber(alone_without(batch.group_ids, trajectory))[0]
     once = 1 / _statistics(torch.zeros_like(mean), trajectory, None).members

@@ -19,6 +19,7 @@ from ..batch import (
     alone_without,
     renumber,
     row_counts,
+    row_sums,
     rows_of_tokens,
     spread_rows,
     takes_padded,
@@ -308,10 +309,8 @@ def vaco_mask(
     x = torch.where(valid, logp.detach().double() - old_logp.detach(), 0.0)
     moved = x.clamp(max=20).expm1().abs().float()
     counted = valid & ~moved.isnan()
-    known = torch.where(counted, moved, 0.0).double()
-    behind = ops.recurrence(known, torch.ones_like(known), batch.cu_seqlens, None)  # to the end of the row
-    total = torch.nn.functional.pad(behind, (0, 1))[batch.cu_seqlens[:-1].clamp(0, logp.numel())]
-    strayed = spread_rows(total / row_counts(batch, counted) > delta, batch, False)
+    mean = row_sums(torch.where(counted, moved, 0.0), batch) / row_counts(batch, counted)
+    strayed = spread_rows(mean > delta, batch, False)
     away = x.sign() * per_token(advantages, batch, advantage_level) > 0
     return GateInputs(token_mask=valid & ~(strayed & away))
 

@@ -9,6 +9,7 @@ import torch
 
 from ..backends import resolve
 from ..checks import check, check_dtype
+from ..specs import TokenDraw
 from .library import check_operand, numbers_of, operator
 
 
@@ -52,7 +53,7 @@ def covariance(
     each token is a unit. The four after the mask are those of a :class:`~hpo_core.specs.TokenDraw`: with ``old_logp``
     the tokens that may be drawn get pseudo-random numbers, all others -inf.
     """
-    result: tuple[torch.Tensor, torch.Tensor] = resolve("covariance", logp, backend).covariance(
-        logp, advantages, unit_of_token, mask, old_logp, bounds, factor, offset
-    )
+    draw = TokenDraw(old_logp, tuple(bounds), factor, offset)
+    result: tuple[torch.Tensor, torch.Tensor]
+    result = resolve("covariance", logp, backend).covariance(logp, advantages, unit_of_token, mask, draw)
     return result

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
+
+from ..specs import TokenDraw
 
 
 def covariance(
@@ -13,18 +14,16 @@ def covariance(
     advantages: torch.Tensor,
     unit_of_token: torch.Tensor | None,
     mask: torch.Tensor | None,
-    old_logp: torch.Tensor | None,
-    bounds: Sequence[float],
-    factor: int,
-    offset: int,
+    draw: TokenDraw,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(A_t - mean A) (logp_t - mean logp)`` of the n members, ``[T]``, at most the largest number of the dtype, and n
     ``[1]`` int64. Members are the unmasked tokens with a unit where both are finite; others get -inf.
 
-    With ``old_logp`` the tokens that may be drawn get the pseudo-random numbers of their places, rounded to float32,
-    and all others -inf. These are members whose terms are between ``bounds[0]`` and ``bounds[1]``, and whose log-ratios
-    are at least ``bounds[2]`` where ``A < 0`` and at most ``bounds[3]`` where ``A > 0``.
+    With a ``draw`` the tokens that may be drawn get the pseudo-random numbers of their places, rounded to float32, and
+    all others -inf. These are members whose terms are between ``bounds[0]`` and ``bounds[1]``, and whose log-ratios are
+    at least ``bounds[2]`` where ``A < 0`` and at most ``bounds[3]`` where ``A > 0``.
     """
+    old_logp, (low, high, least, most), factor, offset = draw
     logp, advantages = logp.detach(), advantages.detach()
     places = torch.arange(logp.numel(), device=logp.device)
     unit = places if unit_of_token is None else unit_of_token.long()
@@ -39,7 +38,6 @@ def covariance(
         largest = torch.finfo(logp.dtype).max
         keys[at] = terms.clamp(-largest, largest).to(logp.dtype)
         return keys, members
-    low, high, least, most = bounds
     log_ratio = x - old_logp[at].double()
     passes = torch.where(a < 0, log_ratio >= least, torch.where(a > 0, log_ratio <= most, ~log_ratio.isnan()))
     drawn = at[passes & (terms > low) & (terms < high)]

@@ -42,6 +42,7 @@ from ..specs import (
     Share,
     Statistic,
     TermSpec,
+    TokenDraw,
     TokenGate,
     Unit,
     WindowAggregate,
@@ -308,8 +309,8 @@ def _select(strict: bool, tokens: bool) -> torch.Tensor:
 
 def _covariance(draws: bool, aligned: bool = True) -> None:
     logp = _floats(TOKENS) if aligned else _floats(TOKENS + 1)[1:]
-    given = (_floats(ROWS), _integers(TOKENS).int(), _bools(TOKENS), logp if draws else None)
-    covariance.covariance(logp, *given, (-1.0, 1.0, -1.0, 1.0), 1, 0)
+    draw = TokenDraw(logp if draws else None, (-1.0, 1.0, -1.0, 1.0))
+    covariance.covariance(logp, _floats(ROWS), _integers(TOKENS).int(), _bools(TOKENS), draw)
 
 
 def _groups(

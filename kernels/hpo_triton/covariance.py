@@ -5,13 +5,13 @@ The definition is hpo_core/reference/covariance.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ..specs import TokenDraw
 from .launch import aligned, kernel, launch, programs_for
 from .math import clamp, is_finite
 from .rows import TILE, load, store
@@ -128,13 +128,11 @@ def covariance(
     advantages: torch.Tensor,
     unit_of_token: torch.Tensor | None,
     mask: torch.Tensor | None,
-    old_logp: torch.Tensor | None,
-    bounds: Sequence[float],
-    factor: int,
-    offset: int,
+    draw: TokenDraw,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(A_t - mean A) (logp_t - mean logp)`` of the members, or numbers of those that may be drawn, ``[T]``, and how
     many members there are, ``[1]``."""
+    old_logp, bounds, factor, offset = draw
     tokens, units = logp.numel(), advantages.numel()
     keys = torch.empty_like(logp)
     members = torch.empty(1, dtype=torch.int64, device=logp.device)

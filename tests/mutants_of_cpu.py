@@ -292,6 +292,11 @@ MUTANTS = {
         "kind = keep_if(present_own<kWhole>(own, mask + i), kind);", "",
         "test_gates.test_loss_and_gradient_and_nothing_per_token", {"gate": gates.dapo(), "masked": "some"},
     ),
+    "cpu: past the caches a vector goes where its tile begins": Mutant(
+        "cpu", "cpu/gates_fast_path.h",
+        "store_past_caches(gradient, to + vector.i)", "store_past_caches(gradient, to)",
+        "test_gates.test_a_gradient_larger_than_the_caches_has_the_bits_of_any_other", {"gate": gates.dapo()},
+    ),
     "cpu: plain tiles of few rows ignore the mask": Mutant(
         "cpu", "cpu/gates_fast_path.h",
         "kMasked ? present_own<kWhole>(own, mask + i) : own", "own",

@@ -300,6 +300,34 @@ def test_tiles_that_a_mask_leaves_whole_or_empty(gate):
     assert call(every_logp, hpo.PackedBatch.from_padded(everything)) == call(every_logp, unmasked)
 
 
+@pytest.mark.parametrize("gate", [gates.dapo(), gates.tis(), gates.sapo()], ids=lambda gate: gate.name)
+def test_a_gradient_larger_than_the_caches_has_the_bits_of_any_other(gate, backend="cpu"):
+    """Which is written past them."""
+    lengths = torch.cat([torch.tensor([0, 1, 7, 60, 1500, 3, 100]).repeat(626), torch.tensor([2**14 + 5])])
+    batch = hpo.PackedBatch.from_lengths(lengths, mask=torch.arange(int(lengths.sum())) % 500 < 450)
+    draw = torch.Generator().manual_seed(0)
+    logp, old_logp, rollout_logp = -0.5 + 0.2 * torch.randn(3, batch.total_tokens, generator=draw)
+    advantages, weights = torch.randn(2, batch.rows, generator=draw).unbind()
+
+    def gradient(rows, tokens, part):
+        return hpo.policy_loss_and_grad(
+            logp[tokens], old_logp[tokens], advantages[rows], part, gate, weights=weights[rows], backend=backend,
+            rollout_logp=rollout_logp[tokens] if gate.reads_rollout else None,
+        ).grad  # fmt: skip
+
+    cut = batch.rows // 2
+    middle = int(lengths[:cut].sum())
+    first, second = (slice(0, cut), slice(0, middle)), (slice(cut, None), slice(middle, None))
+    parts = [
+        gradient(rows, tokens, hpo.PackedBatch.from_lengths(lengths[rows], mask=batch.mask[tokens]))
+        for rows, tokens in (first, second)
+    ]
+    assert batch.total_tokens > 2**20
+    with garbage_in_new_memory():
+        whole = gradient(slice(None), slice(None), batch)
+    assert bits(whole) == bits(torch.cat(parts))
+
+
 @pytest.mark.parametrize("gate", [gates.dapo(), gates.gspo(0.1, 0.2)], ids=lambda gate: gate.name)
 def test_many_short_rows(gate, native_backends):
     layout = Layout(tuple(length % 4 for length in range(700)), 3, "some", True, 5)

@@ -73,6 +73,7 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
       measure(rest, first, n, segments, tile, space.seen, sums);
       finish_tile(rest, gate, first, n, segments, tile, sums);
     });
+    end_stores_past_caches();
     space.partials[chunk] = partial;
   });
 }

@@ -92,6 +92,26 @@ struct FastVector {
   HPO_INLINE void store(Floats values, float* to) const { store_own<kWhole>(own, values, to + i); }
 };
 
+// So many tokens have a gradient that the caches of a core do not hold: 4 MiB.
+constexpr int64_t kPastCaches = int64_t(1) << 20;
+
+// Where the gradient of a tile goes. A large one, which nothing reads before the call returns, is written past the caches: its
+// lines are not read before, and evict none of the inputs.
+struct GradientOut {
+  float* to;
+  const bool past_caches;
+
+  GradientOut(const PolicyLossArgs& args, int64_t first, float* otherwise)
+      : to(args.grad ? args.grad + first : otherwise),
+        past_caches(args.grad && args.tokens >= kPastCaches && uintptr_t(args.grad) % kLine == 0) {}
+
+  template <class Vector>
+  HPO_INLINE void store(const Vector& vector, Floats gradient) const {
+    if (Vector::whole && past_caches) store_past_caches(gradient, to + vector.i);
+    else vector.store(gradient, to);
+  }
+};
+
 // So many tokens ahead of an access the cache is told of it: what hardware foresees ends with a page, which is a tile of
 // floats.
 constexpr int kAhead = 512;
@@ -185,9 +205,9 @@ HPO_INLINE TermNumber<Floats> fast_term(bool score_head, const Vector& vector, M
 }
 
 template <class Vector>
-HPO_INLINE void put_term(const Vector& vector, const TermNumber<Floats>& term, RunSum& loss, float* grad) {
+HPO_INLINE void put_term(const Vector& vector, const TermNumber<Floats>& term, RunSum& loss, const GradientOut& grad) {
   loss.add(vector.part, vector.present, term.loss);
-  vector.store(term.grad, grad);
+  grad.store(vector, term.grad);
 }
 
 // Sums over a row in a fast-path tile, by the first of two sweeps.

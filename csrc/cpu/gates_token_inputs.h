@@ -147,7 +147,7 @@ struct TokenInputsSweep {
   const int64_t first;
   const FastSource source;
   const TokenInputs inputs;
-  float* grad;
+  const GradientOut grad;
   Gate gate;
   const bool penalised;
   LaneSums& lanes;  // an object of their own, so that the compiler keeps the sums below in registers
@@ -158,12 +158,12 @@ struct TokenInputsSweep {
   Mask exceptions = {};
   LaneCount present_count, chosen_count;
 
-  TokenInputsSweep(const Call& call, int64_t first, Tile& tile, float* grad, const Gate& gate, LaneSums& lanes)
+  TokenInputsSweep(const Call& call, int64_t first, Tile& tile, const Gate& gate, LaneSums& lanes)
       : call(call),
         first(first),
         source(call.args, first),
         inputs(call.args, first, tile.corrected),
-        grad(grad),
+        grad(call.args, first, tile.grad),
         gate(gate),
         penalised(call.structure.kl != KLEstimator::none || gate.penalty != Penalty::none),
         lanes(lanes),
@@ -210,7 +210,7 @@ struct TokenInputsSweep {
       gradient += keep_if(pays, row.weight * (factor * of_token.slope));
     }
     if (kAnything && inputs.entropy) entropy.add(part, present, vector.load(inputs.entropy));
-    vector.store(gradient, grad);
+    grad.store(vector, gradient);
   }
 
   template <class Vector>
@@ -327,7 +327,7 @@ bool sweep_token_inputs(const Call& call, int64_t first, int n, const Segments& 
   const bool of_rows = kGiven != Given::anything && kGiven != Given::weights;
   if (of_rows && !finite_coefficients(call.args, first, segments)) return false;
   LaneSums lanes;
-  TokenInputsSweep<Gate, kGiven> sweep(call, first, tile, call.args.grad ? call.args.grad + first : tile.grad, gate, lanes);
+  TokenInputsSweep<Gate, kGiven> sweep(call, first, tile, gate, lanes);
   if (segments.few(n)) {
     PresentTokens present;
     sweep.few_rows(segments, present, tile);

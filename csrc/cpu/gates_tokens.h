@@ -123,7 +123,7 @@ inline TokenGateLoop pick_token_gate(BoundsKind kind) {
 template <BoundsKind kBounds>
 struct FastManyRows {
   VectorGate<kBounds> gate;
-  float* grad;
+  const GradientOut grad;
   RunSum loss;
 
   template <class Vector>
@@ -140,7 +140,7 @@ struct FastRowGate {
   static constexpr bool kCounts = kRatio && !kScoreHead;
   const Floats coefficient, low, high;
   const float* logp;
-  float* grad;
+  const GradientOut grad;
   RunSum loss;
   LaneCount inside_count = {}, not_below_count = {};
 
@@ -154,7 +154,7 @@ struct FastRowGate {
     if constexpr (kCounts) {
       const Floats value = keep_if(inside, policy_value(coefficient, ratio));
       loss.add(vector.part, all_lanes(), value);
-      vector.store(value, grad);
+      grad.store(vector, value);
     } else {
       const Floats raised = kLow ? blend(enough, ratio, low) : ratio, clipped = kHigh ? blend(little, raised, high) : raised;
       put_term(vector, fast_term(kScoreHead, vector, inside, policy_value(coefficient, clipped), logp), loss, grad);
@@ -207,7 +207,7 @@ struct FastTiles {
     const bool few = segments.few(n);
     if (few ? !finite_coefficients(args, first, segments) : load_rows(args, first, n, segments, tile)) return false;
     const Bounds bounds = tile_bounds(call, first);
-    float* grad = args.grad ? args.grad + first : tile.grad;
+    const GradientOut grad(args, first, tile.grad);
     return guess_near(tile.near, [&](auto near) {
       constexpr bool kTakenForNear = decltype(near)::value;
       double loss[kLanes] = {};
@@ -232,8 +232,8 @@ struct FastTiles {
   }
 
   template <bool kTakenForNear, bool kRatio>
-  static bool few_rows(const Call& call, int64_t first, const Segments& segments, const Bounds& bounds, float* grad, Tile& tile,
-                       uint8_t* seen, Partial& partial, double* loss, GateCounts& counts) {
+  static bool few_rows(const Call& call, int64_t first, const Segments& segments, const Bounds& bounds, const GradientOut& grad,
+                       Tile& tile, uint8_t* seen, Partial& partial, double* loss, GateCounts& counts) {
     const PolicyLossArgs& args = call.args;
     const bool score = call.structure.head == Head::score;
     FastSums sums;

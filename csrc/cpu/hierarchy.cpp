@@ -136,6 +136,7 @@ void run_rows(const Sweeps& sweeps, int threads) {
         (done ? apart : sweeps).take_alone(block, scratch, done ? scratch.counted : partial);
       }
     });
+    end_stores_past_caches();
     sweeps.space.partials[chunk] = partial;
   });
 }

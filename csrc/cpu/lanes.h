@@ -244,6 +244,24 @@ HPO_INLINE void store_own(Mask own, Floats vector, float* to) {
   else store_where(own, vector, to);
 }
 
+// Past the caches, to a multiple of the vector's size: the line is not read before, and evicts no other.
+HPO_INLINE void store_past_caches(Floats vector, float* to) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(to, __m512(vector));
+#elif defined(__AVX2__)
+  _mm256_stream_ps(to, __m256(vector));
+#else
+  store_lanes(vector, to);
+#endif
+}
+
+// Other threads see stores past the caches.
+HPO_INLINE void end_stores_past_caches() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 template <int kCount, class T>
 HPO_INLINE T sum_halves(const T (&lanes)[kCount]) {
   if constexpr (kCount == 1) return lanes[0];

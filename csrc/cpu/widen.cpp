@@ -25,16 +25,6 @@ HPO_INLINE Unsigned load_wide(const uint16_t* from) {
 #endif
 }
 
-HPO_INLINE void store_past_caches(Unsigned bits, float* to) {  // to a multiple of the vector's size
-#if defined(__AVX512F__)
-  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), __m512i(bits));
-#elif defined(__AVX2__)
-  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), __m256i(bits));
-#else
-  store_lanes(bits, to);
-#endif
-}
-
 }  // namespace
 
 void widen(const uint16_t* from, float* to, int64_t count, int threads) {
@@ -42,11 +32,9 @@ void widen(const uint16_t* from, float* to, int64_t count, int threads) {
     int64_t at = range * kPart;
     const int64_t end = at + kPart < count ? at + kPart : count;
     for (; at < end && uintptr_t(to + at) % sizeof(Floats); ++at) to[at] = from_bits(int32_t(uint32_t(from[at]) << 16));
-    for (; at + kWidth <= end; at += kWidth) store_past_caches(load_wide(from + at) << 16, to + at);
+    for (; at + kWidth <= end; at += kWidth) store_past_caches(Floats(load_wide(from + at) << 16), to + at);
     for (; at < end; ++at) to[at] = from_bits(int32_t(uint32_t(from[at]) << 16));
-#if defined(__AVX2__)
-    _mm_sfence();  // the caller's threads see the stores
-#endif
+    end_stores_past_caches();
   });
 }
 

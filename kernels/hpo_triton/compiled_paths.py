@@ -310,7 +310,7 @@ def _select(strict: bool, tokens: bool) -> torch.Tensor:
 def _covariance(draws: bool, aligned: bool = True) -> None:
     logp = _floats(TOKENS) if aligned else _floats(TOKENS + 1)[1:]
     draw = TokenDraw(logp if draws else None, (-1.0, 1.0, -1.0, 1.0))
-    covariance.covariance(logp, _floats(ROWS), _integers(TOKENS).int(), _bools(TOKENS), draw)
+    covariance.covariance(logp, _floats(ROWS), _masked().cu_seqlens, _bools(TOKENS), draw)
 
 
 def _groups(

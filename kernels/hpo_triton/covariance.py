@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..specs import TokenDraw
-from .launch import aligned, kernel, launch, programs_for
+from .launch import REGISTERS, aligned, kernel, launch, programs_for
 from .math import clamp, is_finite
 from .rows import TILE, load, owners, places_of_tile, row_range, store
 
@@ -161,6 +161,6 @@ def covariance(
     launch(_sum_members, programs, *given, sums, tokens, rows, ALIGNED=is_aligned)
     launch(
         _write_keys, programs, *given, old_logp, sums, keys, members, tokens, rows, *bounds, factor, offset,
-        ALIGNED=is_aligned,
+        ALIGNED=is_aligned, maxnreg=REGISTERS,
     )  # fmt: skip
     return keys, members

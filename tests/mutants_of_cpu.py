@@ -208,7 +208,7 @@ MUTANTS = {
     ),
     "cpu: the tokens behind the last row have an advantage": Mutant(
         "cpu", "cpu/covariance.cpp",
-        "std::fill(next, of_rows_ + n, NAN);", "std::fill(next, of_rows_ + n, 0.0f);",
+        "i < n; ++i) of_rows_[i] = NAN;", "i < n; ++i) of_rows_[i] = 0.0f;",
         "test_covariance.test_terms_are_those_of_a_loop", {"rows": 7, "masked": False},
     ),
     "cpu: the sums of the last chunk are those of a covariance": Mutant(

@@ -30,12 +30,13 @@ class Tile {
  private:
   // A token in no row gets NaN, with which it is no member.
   void spread(const float* advantages, const Segments& segments) {
-    float* next = of_rows_;
+    int i = 0;
     for (const Segment& segment : segments) {
-      std::fill(next, of_rows_ + segment.begin, NAN);
-      std::fill(of_rows_ + segment.begin, next = of_rows_ + segment.end, advantages[segment.row]);
+      const float advantage = advantages[segment.row];
+      for (; i < segment.begin; ++i) of_rows_[i] = NAN;
+      for (; i < segment.end; ++i) of_rows_[i] = advantage;
     }
-    std::fill(next, of_rows_ + n, NAN);
+    for (; i < n; ++i) of_rows_[i] = NAN;
   }
 
   float of_rows_[kTile];

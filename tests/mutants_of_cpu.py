@@ -206,9 +206,9 @@ MUTANTS = {
         "(valid != 0)", "true",
         "test_covariance.test_terms_are_those_of_a_loop", {"rows": 7, "masked": True},
     ),
-    "cpu: the tokens behind the last row have an advantage": Mutant(
+    "cpu: tokens before the first row have its advantage": Mutant(
         "cpu", "cpu/covariance.cpp",
-        "i < n; ++i) of_rows_[i] = NAN;", "i < n; ++i) of_rows_[i] = 0.0f;",
+        "i < segment.begin", "false",
         "test_covariance.test_terms_are_those_of_a_loop", {"rows": 7, "masked": False},
     ),
     "cpu: the sums of the last chunk are those of a covariance": Mutant(

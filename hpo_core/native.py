@@ -327,14 +327,15 @@ class Native:
         self,
         logp: torch.Tensor,
         advantages: torch.Tensor,
-        unit_of_token: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
         mask: torch.Tensor | None,
         draw: TokenDraw,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, members = torch.empty_like(logp), logp.new_empty(1, dtype=torch.int64)
-        given = (logp, advantages, unit_of_token, mask, *draw, keys, members)
+        given = (logp, advantages, cu_seqlens, mask, *draw, keys, members)
         workspace = self._workspace(self.module.covariance_workspace(logp.numel()), logp)
-        self._call(self.module.covariance, logp, logp.numel(), advantages.numel(), *given, workspace)
+        rows = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
+        self._call(self.module.covariance, logp, logp.numel(), rows, *given, workspace)
         return keys, members
 
     def group_statistics(

@@ -204,22 +204,22 @@ MUTANTS = {
     "cpu: a masked token is in a covariance": Mutant(
         "cpu", "cpu/covariance.cpp",
         "(valid != 0)", "true",
-        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": False, "masked": True},
+        "test_covariance.test_terms_are_those_of_a_loop", {"rows": 7, "masked": True},
     ),
-    "cpu: neighbours share a unit without being asked": Mutant(
+    "cpu: tokens before the first row have its advantage": Mutant(
         "cpu", "cpu/covariance.cpp",
-        "differ == 0", "true",
-        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": False, "masked": False},
+        "i < segment.begin", "false",
+        "test_covariance.test_terms_are_those_of_a_loop", {"rows": 7, "masked": False},
     ),
     "cpu: the sums of the last chunk are those of a covariance": Mutant(
         "cpu", "cpu/covariance.cpp",
         "sums = {sums.members + own.members, sums.logp + own.logp, sums.advantages + own.advantages};", "sums = own;",
-        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": True, "masked": True},
+        "test_covariance.test_terms_are_those_of_a_loop", {"rows": None, "masked": True},
     ),
     "cpu: a place has the number of its tile": Mutant(
         "cpu", "cpu/covariance.cpp",
         "place + uint32_t(i)", "uint32_t(i)",
-        "test_covariance.test_draws_are_of_tokens_in_the_bands", {"of_tokens": True},
+        "test_covariance.test_draws_are_of_tokens_in_the_bands", {"rows": None},
     ),
     "cpu: masked entropies are averaged": Mutant(
         "cpu", "cpu/entropy.cpp",

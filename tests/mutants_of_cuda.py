@@ -32,12 +32,22 @@ MUTANTS = {
     "cuda: a masked token is in a covariance": Mutant(
         "cuda_emulated", "cuda/covariance.cu",
         "(!args.mask || __ldg(args.mask + token))", "true",
-        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": False, "masked": True},
+        "test_covariance.test_terms_are_those_of_a_loop", {"rows": 7, "masked": True},
     ),
     "cuda: the sums of the first block are those of a covariance": Mutant(
         "cuda_emulated", "cuda/covariance.cu",
         "block < int(gridDim.x)", "block < 1",
-        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": True, "masked": True},
+        "test_covariance.test_terms_are_those_of_a_loop", {"rows": None, "masked": True},
+    ),
+    "cuda: a search finds the rows of broken offsets": Mutant(
+        "cuda_emulated", "cuda/covariance.cu",
+        "if (broken) return find_owner(pack, token);", "",
+        "test_covariance.test_of_rows_that_overlap_the_last_one_owns_a_token", {},
+    ),
+    "cuda: a token behind its row has the advantage of it": Mutant(
+        "cuda_emulated", "cuda/covariance.cu",
+        "range.begin <= token && token < range.end ? row : -1", "row",
+        "test_covariance.test_terms_are_those_of_a_loop", {"rows": 7, "masked": False},
     ),
     "cuda: a log-ratio has the bound of the other sign": Mutant(
         "cuda_emulated", "include/hpo/covariance.h",

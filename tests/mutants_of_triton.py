@@ -58,7 +58,12 @@ MUTANTS = {
     "triton: a masked token is in a covariance": Mutant(
         "triton", "covariance.py",
         "valid &= load(mask, token, tokens, whole, ALIGNED)", "valid &= token >= 0",
-        "test_covariance.test_terms_are_those_of_a_loop", {"of_tokens": True, "masked": True},
+        "test_covariance.test_terms_are_those_of_a_loop", {"rows": None, "masked": True},
+    ),
+    "triton: a search finds the rows of broken offsets": Mutant(
+        "triton", "covariance.py",
+        "broken |= row_range(", "row_range(",
+        "test_covariance.test_of_rows_that_overlap_the_last_one_owns_a_token", {},
     ),
     "triton: a term beyond all floats is infinite": Mutant(
         "triton", "covariance.py",

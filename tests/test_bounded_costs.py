@@ -142,6 +142,7 @@ def test_offsets_rewritten_during_calls(native_backends):
                     hpo.entropy.ares(scope="call").fit(x, batch, backend=backend)
                     torch.ops.hpo_core.row_counts(None, offsets, tokens, backend)
                     torch.ops.hpo_core.row_spans(x > 0, offsets, tokens, backend)
+                    torch.ops.hpo_core.covariance(x, x[:rows], offsets, None, None, [0.0] * 4, 1, 0, backend)
                     recurrence(x, x, offsets, backend=backend)
                     statistics(values, ids, backend=backend)
                     hpo.token_logprobs(torch.zeros(32, 100), targets, backend=backend)

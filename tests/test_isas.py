@@ -57,10 +57,9 @@ def results():
         tokens = (window.values, 4, 5, OrderRule.CEIL, window.batch.mask, window.batch.cu_seqlens, None)
         threshold, counts = ops.order_statistic(*tokens)
         yield threshold, counts, ops.select(window.values, threshold, seed % 2 == 0, *tokens[4:])
-        of_units, bounds = rewards.rewards[:12], (0.1, 5.0, -0.2, 0.2)
-        unit = torch.arange(len(window.values), dtype=torch.int32) % 13
+        of_rows, bounds = torch.arange(window.batch.rows) % 13 - 5.5, (0.1, 5.0, -0.2, 0.2)
         for draw in (TokenDraw(), TokenDraw(window.values + 0.1, bounds, 2654435761, seed)):
-            yield ops.covariance(window.values, of_units, unit, window.batch.mask, *draw, "cpu")
+            yield ops.covariance(window.values, of_rows, *tokens[-2:-4:-1], *draw, "cpu")
         score, *quantile = testing.random_scores(seed, (40, 50000)[seed % 10 == 0])
         yield ops.select_top(score, *quantile, seed % 2 == 0, None, None, None)
 

@@ -447,7 +447,7 @@ def test_no_kernel_writes_behind_its_workspace(backend, monkeypatch):
     ops.select_top(scores, *quantile, True, batch.mask, batch.cu_seqlens, backend)
     ops.order_statistics(scores, *scopes, *quantile, batch.mask, backend)
     ops.select_exact(scores, *scopes[:2], each[: rows // 2], None, batch.mask, backend)
-    ops.covariance(scores, scores, None, batch.mask, *TokenDraw(), backend)
+    ops.covariance(scores, each[:rows].float(), batch.cu_seqlens, batch.mask, *TokenDraw(), backend)
     ops.group_statistics(each.float(), each // 3, None, None, backend)
     hpo.advantages.grpo(each.float(), each // 3, backend=backend)
     assert len(given) >= 13, "the workspaces of these calls come from elsewhere"

@@ -329,9 +329,8 @@ def sweep():
             entropy.select(batch.logp, threshold, False, mask, offsets)
             scopes.order_statistics(batch.logp, Scopes(offsets), *quantile, OrderRule.CEIL, mask)
             scopes.select_exact(batch.logp, Scopes(offsets), row_values(rows, torch.int64), mask)
-            of_token = row_values(tokens, torch.int32)
             draw = TokenDraw(batch.old_logp, (-low, high, low, 1.0), quantile[0] % 2**32, quantile[1] % 2**32)
-            covariance.covariance(batch.logp, batch.advantages, of_token, mask, draw)
+            covariance.covariance(batch.logp, batch.advantages, offsets, mask, draw)
         for ddof, eps, keep, size in ((0, 0.0, False, 1.0), (1, 1e-6, True, -0.5), (1, 16.0, False, 0.0)):
             rule = GroupTerm(ddof=ddof, eps=eps, keep_singletons=keep, coefficient=size)
             ids = row_values(rows, torch.int64)

@@ -164,6 +164,6 @@ def _correction_inputs(packed: PackedBatch) -> dict[str, Any]:
 
 def _covariance_inputs(packed: PackedBatch) -> dict[str, Any]:
     return {
-        "logp": T["logp"], "advantages": S["advantages"], "unit_of_token": integers(*[0] * 4, *[1] * 3, *[2] * 4).int(),
+        "logp": T["logp"], "advantages": S["advantages"], "cu_seqlens": packed.cu_seqlens,
         "mask": packed.mask, "old_logp": T["old_logp"], "bounds": [-1.0, 1.0, -0.25, 0.25], "factor": 3, "offset": 5,
     }  # fmt: skip

@@ -11,8 +11,6 @@ HPO_DECLARE_KERNELS(HPO_ISA)
 namespace hpo::HPO_ISA {
 namespace {
 
-constexpr int kAlike = 64;  // tokens of which a tile asks whether they share a unit
-
 // What a tile of n tokens has. A token is a member if its byte is not 0 and its two numbers are finite.
 class Tile {
  public:
@@ -20,32 +18,28 @@ class Tile {
   const float *logp, *advantage;
   const uint8_t* valid;
 
-  Tile(const CovarianceArgs& args, int64_t first, int n)
+  Tile(const CovarianceArgs& args, int64_t first, int n, const Segments& segments)
       : n(n),
         logp(args.logp + first),
-        advantage(args.unit ? of_units_ : args.advantages + first),
+        advantage(args.cu_seqlens ? of_rows_ : args.advantages + first),
         valid(args.mask ? args.mask + first : ones_) {
     if (!args.mask) std::fill_n(ones_, n, uint8_t(1));
-    if (args.unit) read_units(args, args.unit + first);
+    if (args.cu_seqlens) spread(args.advantages, segments);
   }
 
  private:
-  // Neighbours mostly share a unit. A load at the place of each would not become a vector.
-  void read_units(const CovarianceArgs& args, const int32_t* unit) {
-    const auto advantage_of = [&](int32_t own) { return own >= 0 && own < args.units ? args.advantages[own] : NAN; };
-    for (int first = 0; first < n; first += kAlike) {
-      const int end = std::min(first + kAlike, n);
-      int32_t differ = 0;
-      for (int i = first; i < end; ++i) differ |= unit[i] ^ unit[first];
-      if (differ == 0) {
-        std::fill(of_units_ + first, of_units_ + end, advantage_of(unit[first]));
-      } else {
-        for (int i = first; i < end; ++i) of_units_[i] = advantage_of(unit[i]);
-      }
+  // A token in no row gets NaN, with which it is no member.
+  void spread(const float* advantages, const Segments& segments) {
+    int i = 0;
+    for (const Segment& segment : segments) {
+      const float advantage = advantages[segment.row];
+      for (; i < segment.begin; ++i) of_rows_[i] = NAN;
+      for (; i < segment.end; ++i) of_rows_[i] = advantage;
     }
+    for (; i < n; ++i) of_rows_[i] = NAN;
   }
 
-  float of_units_[kTile];
+  float of_rows_[kTile];
   uint8_t ones_[kTile];
 };
 
@@ -82,7 +76,7 @@ struct LaneSums {
 };
 
 void write_terms(const Tile& tile, const CovarianceMeans& means, float* __restrict keys) {
-  const float* __restrict logp = tile.logp, *__restrict advantage = tile.advantage;
+  const float* __restrict logp = tile.logp, * __restrict advantage = tile.advantage;
   const uint8_t* __restrict valid = tile.valid;
   for (int i = 0; i < tile.n; ++i) {
     const float key = key_of_term(covariance_term(means, logp[i], advantage[i]));
@@ -93,7 +87,7 @@ void write_terms(const Tile& tile, const CovarianceMeans& means, float* __restri
 // Of a copy of the draw: numbers behind a reference would be loaded under conditions, and no vector.
 void write_draws(const Tile& tile, const CovarianceMeans& means, const CovarianceDraw draw, int64_t first,
                  float* __restrict keys) {
-  const float* __restrict logp = tile.logp, *__restrict advantage = tile.advantage;
+  const float* __restrict logp = tile.logp, * __restrict advantage = tile.advantage;
   const float* __restrict old_logp = draw.old_logp + first;
   const uint8_t* __restrict valid = tile.valid;
   const uint32_t place = uint32_t(first);
@@ -117,16 +111,13 @@ int64_t covariance_workspace(int64_t tokens) {
 void covariance(const CovarianceArgs& args, int threads) {
   const int64_t chunks = ceil_divide(args.tokens, kChunk);
   CovarianceSums* of_chunk = Arena(args.workspace).take<CovarianceSums>(chunks);
-  const auto for_each_tile = [&](int64_t chunk, const auto& body) {
-    const int64_t end = std::min((chunk + 1) * kChunk, args.tokens);
-    for (int64_t first = chunk * kChunk; first < end; first += kTile) {
-      body(first, Tile(args, first, int(std::min<int64_t>(kTile, end - first))));
-    }
-  };
+  const int64_t no_rows[] = {0};
+  const Rows rows(args.cu_seqlens ? args.cu_seqlens : no_rows, args.rows, args.tokens);
   const int used = worthwhile(threads, args.tokens);
   parallel_for(chunks, used, [&](int64_t chunk) {
     LaneSums sums;
-    for_each_tile(chunk, [&](int64_t, const Tile& tile) { sums.add(tile); });
+    for_each_tile(rows, chunk,
+                  [&](int64_t first, int n, const Segments& segments) { sums.add(Tile(args, first, n, segments)); });
     of_chunk[chunk] = sums.total();
   });
   CovarianceSums sums = {};
@@ -137,7 +128,8 @@ void covariance(const CovarianceArgs& args, int threads) {
   *args.members = int64_t(sums.members);
   const CovarianceMeans means = means_of(sums);
   parallel_for(chunks, used, [&](int64_t chunk) {
-    for_each_tile(chunk, [&](int64_t first, const Tile& tile) {
+    for_each_tile(rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+      const Tile tile(args, first, n, segments);
       if (args.draw.old_logp) write_draws(tile, means, args.draw, first, args.keys + first);
       else write_terms(tile, means, args.keys + first);
     });

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kWindowThreads) score_windows(const WindowPack
     counts[i] = usable;
     hole |= inside && !usable;
   }
-  const Window window = window_of(windows, rows_of_block(windows.pack(), begin, end), begin + thread);
+  const Window window = window_of(windows, span_of(windows.pack(), begin, end), begin + thread);
   const bool counting = __syncthreads_or(hole);
 
   int from = 0, at = int(window.low - start), count = 0;
@@ -72,7 +72,7 @@ struct WideWindows {
 template <class Fold>
 __global__ void __launch_bounds__(kWindowThreads) begin_wide_windows(const WindowPack windows, const WideWindows wide) {
   const int64_t begin = int64_t(blockIdx.x) * kWindowThreads, token = token_of_thread();
-  const RowsOfBlock rows = rows_of_block(windows.pack(), begin, min(begin + kWindowThreads, windows.args.tokens));
+  const RowSpan rows = span_of(windows.pack(), begin, min(begin + kWindowThreads, windows.args.tokens));
   if (token >= windows.args.tokens) return;
   wide.window[token] = window_of(windows, rows, token);
   wide.folded[token] = Fold::empty();

@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kWindowThreads) select_tokens(const WindowPack
   const int64_t begin = int64_t(blockIdx.x) * kWindowThreads, token = token_of_thread();
   Window window = {};
   if (args.cu_seqlens) {
-    const RowsOfBlock rows = rows_of_block(windows.pack(), begin, min(begin + kWindowThreads, args.tokens));
+    const RowSpan rows = span_of(windows.pack(), begin, min(begin + kWindowThreads, args.tokens));
     window = window_of(windows, rows, token);
   }
   if (token >= args.tokens) return;

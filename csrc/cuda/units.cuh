@@ -49,6 +49,31 @@ __device__ __forceinline__ int find_owner(const Pack& pack, int64_t token) {
   return -1;
 }
 
+// The rows of neighbouring tokens, if offsets ascend.
+struct RowSpan {
+  int first, last;
+  bool ascending;
+};
+
+// Of the tokens [begin, end). A whole warp calls this.
+__device__ __forceinline__ RowSpan span_of(const Pack& pack, int64_t begin, int64_t end) {
+  RowSpan rows = {0, 0, true};
+  rows.first = find_row(pack, begin, rows.ascending);
+  rows.last = find_row(pack, end - 1, rows.ascending);
+  return rows;
+}
+
+// The row that contains one of these tokens, if one does.
+HPO_INLINE int row_in(const Pack& pack, const RowSpan& rows, int64_t token) {
+  int low = rows.first, high = rows.last + 1;
+  while (high - low > 1) {
+    const int middle = low + (high - low) / 2;
+    if (pack.cu_seqlens[middle] <= token) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
 // The range of a row, the same in every lane even if offsets change during the read: lanes that disagreed would wait for
 // each other.
 __device__ __forceinline__ Range range_of_warp(const Pack& pack, int row) {

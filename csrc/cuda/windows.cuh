@@ -50,29 +50,10 @@ struct WindowPack {
   }
 };
 
-// Rows of the tokens [begin, end) that a block works on.
-struct RowsOfBlock {
-  int first, last;
-  bool ascending;
-};
-
-__device__ __forceinline__ RowsOfBlock rows_of_block(const Pack& pack, int64_t begin, int64_t end) {
-  RowsOfBlock rows = {0, 0, true};
-  rows.first = find_row(pack, begin, rows.ascending);
-  rows.last = find_row(pack, end - 1, rows.ascending);
-  return rows;
-}
-
-__device__ __forceinline__ Window window_of(const WindowPack& windows, const RowsOfBlock& rows, int64_t token) {
+__device__ __forceinline__ Window window_of(const WindowPack& windows, const RowSpan& rows, int64_t token) {
   const Pack pack = windows.pack();
   if (token >= pack.tokens || pack.rows == 0) return {};
-  int low = rows.first, high = rows.last + 1;
-  while (high - low > 1) {
-    const int middle = low + (high - low) / 2;
-    if (pack.cu_seqlens[middle] <= token) low = middle;
-    else high = middle;
-  }
-  Range range = row_range(pack.cu_seqlens, low, pack.tokens);
+  Range range = row_range(pack.cu_seqlens, row_in(pack, rows, token), pack.tokens);
   bool exists = range.begin <= token && token < range.end;
   const bool outside = token < pack.cu_seqlens[0] || token >= pack.cu_seqlens[pack.rows];
   if (!rows.ascending || (!exists && !outside)) {

@@ -14,17 +14,7 @@ import torch
 
 from .. import ops
 from ..arguments import check_compat, examines, parameter_names
-from ..batch import (
-    PackedBatch,
-    alone_without,
-    renumber,
-    row_counts,
-    row_sums,
-    rows_of_tokens,
-    spread_rows,
-    takes_padded,
-    valid_tokens,
-)
+from ..batch import PackedBatch, alone_without, renumber, row_counts, row_sums, spread_rows, takes_padded, valid_tokens
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
 from ..specs import GroupStatistics, OrderRule, TokenDraw
 from .draws import key_of_places
@@ -405,10 +395,10 @@ def _greatest(
     greatest numbers; equal ones in order."""
     check(0 <= share <= 1, "share: expected a number in [0, 1], got {}", share)
     is_per_token, values = _advantages(advantages, batch, level)
-    unit, mask = (None, valid_tokens(batch)) if is_per_token else (batch.once(rows_of_tokens), batch.mask)
+    rows, mask = (None, valid_tokens(batch)) if is_per_token else (batch.cu_seqlens, batch.mask)
     values = values.detach().float().contiguous()
     logp = logp.detach().float().contiguous()
-    keys, n = ops.covariance(logp, values, unit, mask, *draw, None)
-    wanted = (share * n.double()).floor().clamp(min=1).long()
+    keys, n = ops.covariance(logp, values, rows, mask, *draw, None)
+    wanted = (share * n.double()).clamp(min=1).long()
     segments = ops.segments_of_call(batch.cu_seqlens, keys.numel())
-    return ops.select_exact(keys, segments, torch.zeros_like(segments[1:]), wanted, None, None, None)
+    return ops.select_exact(keys, segments, segments.new_zeros(len(segments) - 1), wanted, None, None, None)

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 
 from ..backends import resolve
-from ..checks import check, check_dtype
+from ..checks import check, check_dtype, check_shape
 from ..specs import TokenDraw
-from .library import check_operand, numbers_of, operator
+from .library import check_offsets, check_operand, numbers_of, operator
 
 
 def _check_covariance(*arguments: Any) -> None:
-    logp, advantages, unit_of_token, mask, old_logp, bounds, factor, offset, backend = arguments
+    logp, advantages, cu_seqlens, mask, old_logp, bounds, factor, offset, backend = arguments
     like = ("logp", logp)
     check(logp.dim() == 1, "logp: expected shape [T] (one per token), got {}", list(logp.shape))
     check_dtype("logp", logp, numbers_of(backend), "use logp.float()")
-    check(advantages.dim() == 1, "advantages: expected shape [U] (one per unit), got {}", list(advantages.shape))
-    units = logp.shape if unit_of_token is None else advantages.shape
-    check_operand("advantages", advantages, units, (logp.dtype,), like)
-    check_operand("unit_of_token", unit_of_token, logp.shape, (torch.int32,), like)
+    check(advantages.dim() == 1, "advantages: expected shape [S] (one per row), got {}", list(advantages.shape))
+    check_operand("advantages", advantages, logp.shape if cu_seqlens is None else advantages.shape, (logp.dtype,), like)
+    check_offsets("cu_seqlens", cu_seqlens, like)
+    if cu_seqlens is not None:
+        check_shape("cu_seqlens", cu_seqlens, (advantages.shape[0] + 1,), "[S + 1] (advantages are [S])")
     check_operand("mask", mask, logp.shape, (torch.bool,), like)
     check_operand("old_logp", old_logp, logp.shape, (logp.dtype,), like)
     check(len(bounds) == 4, "bounds: expected four numbers (of terms and of log-ratios), got {}", len(bounds))
@@ -30,7 +31,7 @@ def _check_covariance(*arguments: Any) -> None:
 
 
 @operator(
-    "covariance(Tensor logp, Tensor advantages, Tensor? unit_of_token, Tensor? mask, Tensor? old_logp, float[] bounds, "
+    "covariance(Tensor logp, Tensor advantages, Tensor? cu_seqlens, Tensor? mask, Tensor? old_logp, float[] bounds, "
     "SymInt factor, SymInt offset, str backend) -> (Tensor keys, Tensor members)",
     lambda logp, *_: (torch.empty_like(logp), logp.new_empty(1, dtype=torch.int64)),
     _check_covariance,
@@ -38,7 +39,7 @@ def _check_covariance(*arguments: Any) -> None:
 def covariance(
     logp: torch.Tensor,
     advantages: torch.Tensor,
-    unit_of_token: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     mask: torch.Tensor | None,
     old_logp: torch.Tensor | None,
     bounds: Sequence[float],
@@ -47,13 +48,13 @@ def covariance(
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(A_t - mean A) (logp_t - mean logp)`` of the n members, ``[T]``, and n ``[1]`` int64. Members are the unmasked
-    tokens with a unit where both are finite; others get -inf.
+    tokens where both are finite; others get -inf.
 
-    ``advantages``: ``[U]``, of units; ``unit_of_token``: ``[T]`` int32, numbers outside ``[0, U)`` mean none, None:
-    each token is a unit. The four after the mask are those of a :class:`~hpo_core.specs.TokenDraw`: with ``old_logp``
-    the tokens that may be drawn get pseudo-random numbers, all others -inf.
+    ``advantages``: those of rows ``[S]``, and a token in no row is no member; without ``cu_seqlens`` those of tokens
+    ``[T]``. The four after the mask are those of a :class:`~hpo_core.specs.TokenDraw`: with ``old_logp`` the tokens
+    that may be drawn get pseudo-random numbers, all others -inf.
     """
     draw = TokenDraw(old_logp, tuple(bounds), factor, offset)
     result: tuple[torch.Tensor, torch.Tensor]
-    result = resolve("covariance", logp, backend).covariance(logp, advantages, unit_of_token, mask, draw)
+    result = resolve("covariance", logp, backend).covariance(logp, advantages, cu_seqlens, mask, draw)
     return result

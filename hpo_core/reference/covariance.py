@@ -7,17 +7,19 @@ import math
 import torch
 
 from ..specs import TokenDraw
+from .segments import row_of_token
 
 
 def covariance(
     logp: torch.Tensor,
     advantages: torch.Tensor,
-    unit_of_token: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     mask: torch.Tensor | None,
     draw: TokenDraw,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(A_t - mean A) (logp_t - mean logp)`` of the n members, ``[T]``, at most the largest number of the dtype, and n
-    ``[1]`` int64. Members are the unmasked tokens with a unit where both are finite; others get -inf.
+    ``[1]`` int64. Members are the unmasked tokens where both are finite; others get -inf. Advantages are those of rows
+    ``[S]``, and a token in no row is no member; without ``cu_seqlens`` they are those of tokens.
 
     With a ``draw`` the tokens that may be drawn get the pseudo-random numbers of their places, rounded to float32, and
     all others -inf. These are members whose terms are between ``bounds[0]`` and ``bounds[1]``, and whose log-ratios are
@@ -26,9 +28,8 @@ def covariance(
     old_logp, (low, high, least, most), factor, offset = draw
     logp, advantages = logp.detach(), advantages.detach()
     places = torch.arange(logp.numel(), device=logp.device)
-    unit = places if unit_of_token is None else unit_of_token.long()
-    member = (unit >= 0) & (unit < advantages.numel())
-    member = member if mask is None else member & mask
+    unit = places if cu_seqlens is None else row_of_token(cu_seqlens, logp.numel())
+    member = unit >= 0 if mask is None else (unit >= 0) & mask
     at = places[member]
     at = at[logp[at].isfinite() & advantages[unit[at]].isfinite()]
     x, a = logp[at].double(), advantages[unit[at]].double()

@@ -265,6 +265,7 @@ def every_path() -> Iterator[NamedCall]:
     for strict, tokens in itertools.product((False, True), repeat=2):
         yield f"select {strict} {tokens}", lambda a=(strict, tokens): _select(*a)
     yield "covariance, unaligned", lambda: _covariance(draws=True, aligned=False)
+    yield "covariance, advantages of tokens", lambda: _covariance(draws=True, of_tokens=True)
     yield "row_counts", lambda: segments.row_counts(None, _masked().cu_seqlens, TOKENS)
     rules = itertools.product(Center, Scale, EpsMode)
     terms = [GroupTerm(center, scale, eps_mode=mode) for center, scale, mode in rules] + [GroupTerm(part=Part.MEAN)]
@@ -307,10 +308,11 @@ def _select(strict: bool, tokens: bool) -> torch.Tensor:
     return entropy.select(batch.logp, _floats(1), strict, *packed)
 
 
-def _covariance(draws: bool, aligned: bool = True) -> None:
+def _covariance(draws: bool, aligned: bool = True, of_tokens: bool = False) -> None:
     logp = _floats(TOKENS) if aligned else _floats(TOKENS + 1)[1:]
     draw = TokenDraw(logp if draws else None, (-1.0, 1.0, -1.0, 1.0))
-    covariance.covariance(logp, _floats(ROWS), _integers(TOKENS).int(), _bools(TOKENS), draw)
+    advantages, offsets = (_floats(TOKENS), None) if of_tokens else (_floats(ROWS), _masked().cu_seqlens)
+    covariance.covariance(logp, advantages, offsets, _bools(TOKENS), draw)
 
 
 def _groups(

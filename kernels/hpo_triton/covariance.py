@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 from ..specs import TokenDraw
-from .launch import aligned, kernel, launch, programs_for
+from .launch import REGISTERS, aligned, kernel, launch, programs_for
 from .math import clamp, is_finite
-from .rows import TILE, load, store
+from .rows import TILE, load, owners, places_of_tile, row_range, store
 
 PROGRAMS = tl.constexpr(512)  # at least those of a sweep
-SUMS = tl.constexpr(3)  # of a program: members, log-probabilities and advantages
+SUMS = tl.constexpr(4)  # of a program: members, log-probabilities, advantages, and 1 if any row is broken
+ROWS = tl.constexpr(1024)  # of which a program looks at the offsets at once
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
@@ -30,15 +31,29 @@ class Members(NamedTuple):
 
 
 @triton.jit
-def _members(logp, advantages, unit, mask, token, tokens, units, whole, ALIGNED: tl.constexpr):
-    of_token = token
-    if unit is not None:
-        of_token = load(unit, token, tokens, whole, ALIGNED).to(tl.int64)
-    valid = (token < tokens) & (of_token >= 0) & (of_token < units)
+def _any_broken(cu_seqlens, rows, tokens):
+    """Whether a search may miss the row that owns a token."""
+    broken = tl.zeros([ROWS], tl.int1)
+    if cu_seqlens is not None:
+        for first in range(0, rows, ROWS):
+            broken |= row_range(cu_seqlens, first + tl.arange(0, ROWS), rows, tokens).bad
+    return tl.max(broken.to(tl.int32)) > 0
+
+
+@triton.jit
+def _members(logp, advantages, cu_seqlens, mask, start, tokens, rows, broken, ALIGNED: tl.constexpr):
+    token, whole = start + tl.arange(0, TILE), start + TILE <= tokens
+    if cu_seqlens is None:
+        place, valid = token, token < tokens
+    elif broken:
+        place = owners(cu_seqlens, rows, tokens, token)
+        valid = place >= 0
+    else:
+        place, _, valid = places_of_tile(cu_seqlens, rows, tokens, start)
     if mask is not None:
         valid &= load(mask, token, tokens, whole, ALIGNED)
     x = load(logp, token, tokens, whole, ALIGNED)
-    advantage = tl.load(advantages + of_token, mask=valid, other=0.0)
+    advantage = tl.load(advantages + place, mask=valid, other=0.0)
     valid &= is_finite(x) & is_finite(advantage)
     return Members(tl.where(valid, x, 0.0), tl.where(valid, advantage, 0.0), valid)
 
@@ -47,26 +62,28 @@ def _members(logp, advantages, unit, mask, token, tokens, units, whole, ALIGNED:
 def _sum_members(
     logp,
     advantages,
-    unit,  # or None: each token is a unit
+    cu_seqlens,  # or None: advantages are those of tokens
     mask,  # or None
     sums,  # [SUMS, PROGRAMS] float64
     tokens: tl.int64,
-    units: tl.int64,
+    rows: tl.int64,
     ALIGNED: tl.constexpr,
 ):
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    broken = _any_broken(cu_seqlens, rows, tokens)
     count = tl.zeros([TILE], tl.int32)
     of_logp = tl.zeros([TILE], tl.float64)
     of_advantages = tl.zeros([TILE], tl.float64)
     for tile in range(program, tl.cdiv(tokens, TILE), programs):
-        token = tile * TILE + tl.arange(0, TILE)
-        given = _members(logp, advantages, unit, mask, token, tokens, units, (tile + 1) * TILE <= tokens, ALIGNED)
+        start = tile * TILE
+        given = _members(logp, advantages, cu_seqlens, mask, start, tokens, rows, broken, ALIGNED)
         count += given.valid.to(tl.int32)
         of_logp += given.logp.to(tl.float64)
         of_advantages += given.advantage.to(tl.float64)
     tl.store(sums + program, tl.sum(count).to(tl.float64))
     tl.store(sums + PROGRAMS + program, tl.sum(of_logp))
     tl.store(sums + 2 * PROGRAMS + program, tl.sum(of_advantages))
+    tl.store(sums + 3 * PROGRAMS + program, broken.to(tl.float64))
 
 
 @triton.jit
@@ -82,14 +99,14 @@ def _draw_of_place(token, factor, offset):
 def _write_keys(
     logp,
     advantages,
-    unit,
+    cu_seqlens,
     mask,
     old_logp,  # or None: keys are terms
     sums,
     keys,
     members,
     tokens: tl.int64,
-    units: tl.int64,
+    rows: tl.int64,
     low: tl.float64,
     high: tl.float64,
     least: tl.float64,
@@ -104,12 +121,14 @@ def _write_keys(
     divisor = tl.maximum(n, 1.0)
     mean_logp = tl.sum(tl.load(sums + PROGRAMS + each, mask=each < programs, other=0.0)) / divisor
     mean_advantage = tl.sum(tl.load(sums + 2 * PROGRAMS + each, mask=each < programs, other=0.0)) / divisor
+    broken = tl.load(sums + 3 * PROGRAMS) > 0.0
     if program == 0:
         tl.store(members, n.to(tl.int64))
     for tile in range(program, tl.cdiv(tokens, TILE), programs):
-        token = tile * TILE + tl.arange(0, TILE)
-        whole = (tile + 1) * TILE <= tokens
-        given = _members(logp, advantages, unit, mask, token, tokens, units, whole, ALIGNED)
+        start = tile * TILE
+        whole = start + TILE <= tokens
+        token = start + tl.arange(0, TILE)
+        given = _members(logp, advantages, cu_seqlens, mask, start, tokens, rows, broken, ALIGNED)
         term = (given.advantage.to(tl.float64) - mean_advantage) * (given.logp.to(tl.float64) - mean_logp)
         if old_logp is None:
             has_key = given.valid
@@ -126,22 +145,22 @@ def _write_keys(
 def covariance(
     logp: torch.Tensor,
     advantages: torch.Tensor,
-    unit_of_token: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     mask: torch.Tensor | None,
     draw: TokenDraw,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(A_t - mean A) (logp_t - mean logp)`` of the members, or numbers of those that may be drawn, ``[T]``, and how
     many members there are, ``[1]``."""
     old_logp, bounds, factor, offset = draw
-    tokens, units = logp.numel(), advantages.numel()
+    tokens, rows = logp.numel(), 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     keys = torch.empty_like(logp)
     members = torch.empty(1, dtype=torch.int64, device=logp.device)
     sums = torch.empty((SUMS.value, PROGRAMS.value), dtype=torch.float64, device=logp.device)
-    given, programs = (logp, advantages, unit_of_token, mask), programs_for(tokens, TILE.value)
-    is_aligned = aligned(logp, unit_of_token, mask, old_logp)
-    launch(_sum_members, programs, *given, sums, tokens, units, ALIGNED=is_aligned)
+    given, programs = (logp, advantages, cu_seqlens, mask), programs_for(tokens, TILE.value)
+    is_aligned = aligned(logp, mask, old_logp)
+    launch(_sum_members, programs, *given, sums, tokens, rows, ALIGNED=is_aligned)
     launch(
-        _write_keys, programs, *given, old_logp, sums, keys, members, tokens, units, *bounds, factor, offset,
-        ALIGNED=is_aligned,
+        _write_keys, programs, *given, old_logp, sums, keys, members, tokens, rows, *bounds, factor, offset,
+        ALIGNED=is_aligned, maxnreg=REGISTERS,
     )  # fmt: skip
     return keys, members

@@ -156,6 +156,16 @@ def places_of_tile(cu_seqlens, rows, tokens, start):
     return _places(cu_seqlens, low, rows, tokens, token)
 
 
+@triton.jit
+def owners(cu_seqlens, rows, tokens, token):
+    """The row of each token, -1 for none, for offsets in any order; the last of rows that overlap."""
+    owner = tl.zeros_like(token) - 1
+    for row in range(rows):
+        range_ = row_range(cu_seqlens, row, rows, tokens)
+        owner = tl.where((token >= range_.begin) & (token < range_.end), row, owner)
+    return owner
+
+
 # -------------------------------------------------------------------------------------------------------------- slots
 # Row s owns the slots from s + floor(cu_seqlens[s] / SLOT) to the first slot of row s + 1: these are enough for its
 # tokens, slots have the order of rows, and the number of all slots depends on S and T alone.

@@ -22,7 +22,7 @@ from .groups import (
 )
 from .launch import INTERPRETED, REGISTERS, kernel, launch
 from .math import LARGEST_DOUBLE, clamp
-from .rows import SLOT, SLOTS, number_of_slots, row_range, slot_tokens
+from .rows import SLOT, SLOTS, number_of_slots, owners, row_range, slot_tokens
 
 ROWS = tl.constexpr(1024)  # rows of one program
 MASKED_TOKENS = tl.constexpr(512)  # tokens of a row whose mask a program reads at once
@@ -47,16 +47,6 @@ def _begin_counts(
     tl.store(broken + program, tl.max(row_range(cu_seqlens, row, rows, tokens).bad.to(tl.int32)))
 
 
-@triton.jit
-def _owners(cu_seqlens, rows, tokens, token):
-    """The row of each token, -1 for none, for offsets in any order; the last of rows that overlap."""
-    owner = tl.zeros_like(token) - 1
-    for row in range(rows):
-        range_ = row_range(cu_seqlens, row, rows, tokens)
-        owner = tl.where((token >= range_.begin) & (token < range_.end), row, owner)
-    return owner
-
-
 @kernel
 def _count_rows(
     cu_seqlens,
@@ -75,7 +65,7 @@ def _count_rows(
     # Sums of integers do not depend on the order of these additions.
     if tl.max(any_broken) > 0:
         token = program * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
-        owner = _owners(cu_seqlens, rows, tokens, token)
+        owner = owners(cu_seqlens, rows, tokens, token)
         valid = owner >= 0
         if mask is not None:
             valid &= tl.load(mask + token, mask=valid, other=False)

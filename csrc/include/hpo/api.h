@@ -327,11 +327,11 @@ struct CovarianceDraw {
 
 // The terms of the covariance of log-probability and advantage, over the members: unmasked tokens where both are finite.
 struct CovarianceArgs {
-  int64_t tokens, units;
-  const float* logp;        // [tokens]
-  const float* advantages;  // [units]
-  const int32_t* unit;      // [tokens], in [0, units), others are in no unit; null: token t is unit t
-  const uint8_t* mask;      // [tokens] or null
+  int64_t tokens, rows;
+  const float* logp;          // [tokens]
+  const float* advantages;    // [rows], without rows [tokens]
+  const int64_t* cu_seqlens;  // [rows + 1], or null: there are no rows. A token in no row is no member
+  const uint8_t* mask;        // [tokens] or null
   CovarianceDraw draw;
   float* keys;       // [tokens]: the terms, or the numbers of the tokens that may be drawn; -inf elsewhere
   int64_t* members;  // [1], the number of them

@@ -254,6 +254,18 @@ def test_tpo_is_the_authors_and_0_at_the_target(backend):
     assert far.tolist() == [0, 0]  # q and p are 1 of the second response, whatever its reward
 
 
+@pytest.mark.parametrize("length", [40.0, 5000.0, 2e6])
+def test_tpo_of_long_responses_of_which_one_is_likely(backend, length):
+    """Beside it all probabilities are small, and so are all advantages, however far from 0 the sums are."""
+    t, b = on(backend)
+    rewards, old = [0.25, 1.0, 0.0], [-length, -length - 14, -length - 20]
+    tilt = [(r - 1.25 / 3) / math.sqrt(sum((x - 1.25 / 3) ** 2 for x in (0.25, 1.0, 0.0)) / 3) for r in rewards]
+    before = [math.exp(logp + length + more) for logp, more in zip(old, tilt, strict=True)]
+    now = [math.exp(logp + length) for logp in old]
+    expected = [3 * (x / sum(before) - y / sum(now)) for x, y in zip(before, now, strict=True)]
+    close(A.tpo(t(*rewards), None, t(*old), t(*old), **b), expected, 5e-7)
+
+
 def test_tpo_has_the_gradient_of_the_cross_entropy():
     batch, ids = PackedBatch.from_lengths([2, 3, 1, 2]), torch.tensor([0, 0, 1, 1])
     logp = torch.linspace(-2, -0.1, 8, dtype=torch.float64).requires_grad_()

@@ -84,6 +84,9 @@ def test_groups_of_one_keep_their_reward_where_the_authors_do(backend):
     close(A.ngrpo(t(0.0), None, **b), [-math.sqrt(0.5)])
     close(A.adora(t(0.5), None, t(3.0), t(False), singleton="raw", **b), [0.05])
     close(A.dr_mas(t(0.5, 1, 0), t(0, 0, 0), t(0, 1, 1), singleton="raw", **b), [0.5, 0.707106, -0.707106])
+    close(A.grpo(t(3.0), None, singleton="raw", eps=0.5, **b), [2])  # over a deviation of 1, and eps
+    close(A.grpo(t(3.0), None, singleton="raw", eps=2.0, eps_mode="floor", **b), [1.5])
+    close(A.lite_ppo(t(3.0, 1, 2), t(0, 1, 1), singleton="raw", eps=0.5, **b)[:1], [2])  # over the batch's and eps
     with pytest.raises(ValueError, match=r"^singleton: expected one of zero, raw, got 'kept'"):
         A.ngrpo(r, ids, singleton="kept")
 

@@ -232,6 +232,12 @@ def hierarchical_policy_loss(
     level = options.get("advantage_level")
     if level is None:
         level = level_of(advantage)
+    check(
+        level_of(advantage) != "selection",
+        "advantage: {} chooses rollouts and gives none an advantage; pass what it returns as mask= of an estimator, "
+        "fixed with functools.partial",
+        name_of(advantage),
+    )
     advantages = _advantages(advantage, level, rewards, batch, backend)
     options["advantage_level"] = level
     window, entropy, score = options.get("window"), options.get("entropy"), None

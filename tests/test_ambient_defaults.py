@@ -70,6 +70,15 @@ def test_later_calls_in_a_thread_of_their_own(default, plain):
     assert found
 
 
+def test_a_factor_that_is_made_of_numbers_alone():
+    """``torch.where`` of two numbers of Python has the default dtype."""
+    tree = torch.tensor([0.0, 1.0, 0.5, 0.25]), torch.tensor([-1, 0, 0, 1]), torch.zeros(4, dtype=torch.int64)
+    expected = hpo.advantages.mars2(*tree, compat="code")
+    with defaults("bfloat16"):
+        found = hpo.advantages.mars2(*tree, compat="code")
+    assert torch.equal(found, expected)
+
+
 def of_rank(rank, default):
     batch = hpo.PackedBatch.from_lengths([2], trajectory_ids=torch.tensor([7]), group_ids=torch.tensor([3]))
     logp, old_logp, reward = torch.tensor([-1.0, -0.5]), torch.tensor([-1.1, -0.9]), torch.tensor([float(rank)])

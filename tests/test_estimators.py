@@ -199,6 +199,7 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: A.treepo(rewards, []), r"prefix_ids: expected 1 to 8 depths, got 0"),
         (lambda: A.treepo(rewards, [torch.zeros(2).long()] * 9), r"prefix_ids: expected 1 to 8 depths, got 9"),
         (lambda: A.rose(rewards, []), r"prefix_ids: expected at least one depth, got none"),
+        (lambda: A.gdpo(torch.zeros(9, 2), None), r"^rewards: expected at most 8 rewards, got 9"),
         (lambda: A.vpo(torch.zeros(2, 0, 1), None, torch.ones(1, 1)), r"rewards: expected sets of at least one cand"),
         (lambda: A.vpo(torch.zeros(2, 1, 1), None, torch.ones(0, 1)), r"directions: .*at least one"),
         (lambda: A.hgpo(rewards, *[torch.zeros(2).long()] * 3, alpha=800.0), r"alpha: .* weight 3\^alpha .* got 800"),

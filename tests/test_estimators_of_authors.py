@@ -84,6 +84,9 @@ def test_groups_of_one_keep_their_reward_where_the_authors_do(backend):
     close(A.ngrpo(t(0.0), None, **b), [-math.sqrt(0.5)])
     close(A.adora(t(0.5), None, t(3.0), t(False), singleton="raw", **b), [0.05])
     close(A.dr_mas(t(0.5, 1, 0), t(0, 0, 0), t(0, 1, 1), singleton="raw", **b), [0.5, 0.707106, -0.707106])
+    close(A.grpo(t(3.0), None, singleton="raw", eps=0.5, **b), [2])  # over a deviation of 1, and eps
+    close(A.grpo(t(3.0), None, singleton="raw", eps=2.0, eps_mode="floor", **b), [1.5])
+    close(A.lite_ppo(t(3.0, 1, 2), t(0, 1, 1), singleton="raw", eps=0.5, **b)[:1], [2])  # over the batch's and eps
     with pytest.raises(ValueError, match=r"^singleton: expected one of zero, raw, got 'kept'"):
         A.ngrpo(r, ids, singleton="kept")
 
@@ -252,6 +255,18 @@ def test_tpo_is_the_authors_and_0_at_the_target(backend):
     close(lost, [math.tanh(1), -math.tanh(1), 0, 0])
     far = A.tpo(t(1.0, 0), None, t(-9000.0, -100), t(-9000.0, -100), **b)
     assert far.tolist() == [0, 0]  # q and p are 1 of the second response, whatever its reward
+
+
+@pytest.mark.parametrize("length", [40.0, 5000.0, 2e6])
+def test_tpo_of_long_responses_of_which_one_is_likely(backend, length):
+    """Beside it all probabilities are small, and so are all advantages, however far from 0 the sums are."""
+    t, b = on(backend)
+    rewards, old = [0.25, 1.0, 0.0], [-length, -length - 14, -length - 20]
+    tilt = [(r - 1.25 / 3) / math.sqrt(sum((x - 1.25 / 3) ** 2 for x in (0.25, 1.0, 0.0)) / 3) for r in rewards]
+    before = [math.exp(logp + length + more) for logp, more in zip(old, tilt, strict=True)]
+    now = [math.exp(logp + length) for logp in old]
+    expected = [3 * (x / sum(before) - y / sum(now)) for x, y in zip(before, now, strict=True)]
+    close(A.tpo(t(*rewards), None, t(*old), t(*old), **b), expected, 5e-7)
 
 
 def test_tpo_has_the_gradient_of_the_cross_entropy():

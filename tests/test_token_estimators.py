@@ -90,6 +90,18 @@ def test_prime_is_the_recipe_of_verl(backend):
     )
 
 
+def test_prime_of_long_responses_whose_process_rewards_share_an_offset(backend):
+    """The baseline is subtracted at each of a thousand tokens, and so is its rounding."""
+    device = testing.device_of(backend)
+    lengths, process = [700, 1000], np.random.default_rng(3).normal(5, 0.1, 1700).astype(np.float32).astype(float)
+    batch, rows = PackedBatch.from_lengths(lengths).to(device), (process[:700], process[700:])
+    middle = (rows[0].mean() + rows[1].mean()) / 2
+    expected = np.concatenate([2 * (row - middle)[::-1].cumsum()[::-1] for row in rows])
+    given = torch.tensor(process, dtype=torch.float32, device=device), torch.zeros(2, device=device)
+    found = advantages.prime(*given, None, batch, process_weight=1.0, whitened=False, backend=backend)
+    np.testing.assert_allclose(found.cpu().double().numpy(), expected, rtol=0, atol=2e-7 * abs(expected).max())
+
+
 @on_all
 def test_iw_opd(backend, seed):
     """Through all rows of a trajectory; a token without a finite gap is as if it were masked."""

@@ -53,10 +53,11 @@ def prime(
     given = torch.where(valid, token_rewards, 0.0).double()
     ones = torch.ones_like(given)
     mean = row_sums(given, batch, backend) / row_counts(batch)  # of a row without tokens 0 / 0: in no baseline
-    group = statistics(mean, group_ids, backend=backend)
+    least = statistics(mean, group_ids, backend=backend).least  # in float32, as a mean of means would be at every token
+    group = statistics(mean - least, group_ids, backend=backend)
     compared = group.members > 1
     gain = torch.where(compared, process_weight * group.members / (group.members - 1).clamp(min=1), 0.0)
-    centred = torch.where(valid, given - spread_rows(group.mean, batch, 0.0), 0.0)
+    centred = torch.where(valid, given - spread_rows(least + group.mean, batch, 0.0), 0.0)
     outcome = outcome_weight * rloo(rewards, group_ids, backend=backend).double()
     exact = spread_rows(gain, batch, 0.0) * scan(centred, ones, batch.cu_seqlens, backend)
     exact = torch.where(valid, exact + spread_rows(outcome, batch, 0.0), 0.0)

@@ -272,7 +272,9 @@ def _softmax(
     exponents: torch.Tensor, ids: torch.Tensor | None, mask: torch.Tensor, backend: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The softmax of each unit among those of its group in the mask, in float64, and their number."""
-    greatest = statistics(exponents, ids, mask=mask, backend=backend).greatest
-    powers = torch.where(mask, exponents - greatest, 0.0).exp()
+    lead = exponents
+    for _ in range(2):  # kernels round the greatest to float32, which leaves some of a sum of thousands of tokens
+        lead = lead - statistics(lead, ids, mask=mask, backend=backend).greatest
+    powers = torch.where(mask, lead, 0.0).exp()
     group = statistics(powers, ids, mask=mask, backend=backend)
-    return powers / (group.mean * group.members).clamp(min=1), group.members
+    return powers / (group.mean * group.members), group.members

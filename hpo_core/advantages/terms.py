@@ -17,7 +17,7 @@ from ..checks import check, check_floating, check_shape, check_units, require_ty
 from ..distributed import ranks, sum_in_order, sum_of_ranks
 from ..reference.advantages import group_normalise
 from ..segments import GroupStatistics, statistics
-from ..specs import GroupInputs, GroupNormalisation, GroupTerm, Provenance, Scale, Share
+from ..specs import MOST_TERMS, GroupInputs, GroupNormalisation, GroupTerm, Provenance, Scale, Share
 
 Estimator = TypeVar("Estimator", bound=Callable[..., Any])
 
@@ -229,6 +229,7 @@ def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **uni
         "rewards: expected shape [C, U] (one row per reward), got {}",
         list(rewards.shape),
     )
+    check(len(rewards) <= MOST_TERMS, "rewards: expected at most {} rewards, got {}", MOST_TERMS, len(rewards))
     check_units(rewards=rewards[0], **units)
     weights = [1.0] * rewards.shape[0] if weights is None else [as_float("weights", weight) for weight in weights]
     check(

@@ -312,7 +312,8 @@ def mars2(
     )
     gain = shaping * (exact - baseline)
     if in_place:  # a parent's gain g reaches its child as -shaping times its part of the baseline
-        reach = -shaping * torch.where(has_parent, torch.where(has_siblings, 1 - siblings, 1.0), 0.0)
+        part = torch.where(has_siblings, 1 - siblings, torch.ones_like(gain))
+        reach = torch.where(has_parent, -shaping * part, 0.0)
         above = torch.where(has_parent, own, torch.arange(rewards.numel(), device=rewards.device))
         for _ in range(rewards.numel().bit_length()):  # each time twice as far up
             gain, reach, above = gain + reach * gain[above], reach * reach[above], above[above]

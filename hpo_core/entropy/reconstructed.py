@@ -96,7 +96,6 @@ def funrl(
         advantages: ``[S]``, GRPO's of a binary reward for format and answer.
         entropy: ``[T]`` in nats.
         mask: ``[T]`` bool, the tokens of the chain of thought. A response without any keeps its advantage.
-
         alpha, kappa: 0.4 and 2. With alpha below kappa no sign changes.
 
     Assumed: that form and those numbers, which a port (zhangdw156/verl) gives as the paper's; of the bonus the abstract

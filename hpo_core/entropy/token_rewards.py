@@ -117,11 +117,13 @@ def _shared(
     u = torch.where(right, entropy, 1 / entropy.clamp(min=_LEAST))
     u = constant(u, keeps_doubles=backend == "reference")  # what is averaged: equal numbers are equal to their mean
     mean = statistics(u, sharers, mask=members, backend=backend).mean
-    size = alpha[0] + alpha[1] * torch.where(mean > 0, u / mean, 1.0)
-    rewards = torch.where(right, size, -size)
-    if normalised:
-        rewards = constant(rewards, keeps_doubles=backend == "reference")
-        of_outcome = statistics(rewards, outcome, mask=members, backend=backend)
+    part = alpha[1] * (torch.where(mean > 0, u / mean, 1.0) - 1)
+    if normalised:  # without the size that they share, beside which float32 would lose what tells rewards apart
+        part = constant(torch.where(right, part, -part), keeps_doubles=backend == "reference")
+        of_outcome = statistics(part, outcome, mask=members, backend=backend)
         deviation = of_outcome.deviation(0)
-        rewards = torch.where(deviation > 0, (rewards.double() - of_outcome.mean) / deviation, 0.0)
+        rewards = torch.where(deviation > 0, (part.double() - of_outcome.mean) / deviation, 0.0)
+    else:
+        size = alpha[0] + alpha[1] + part
+        rewards = torch.where(right, size, -size)
     return known(torch.where(members, rewards.double(), 0.0))

@@ -268,6 +268,26 @@ def test_bounds_of_tokens_replace_those_of_the_residual(name, lengths, sides, na
         assert not torch.equal(example.run(gate, backend, **own).grad, example.run(gate, backend).grad), backend
 
 
+@pytest.mark.parametrize("gate", [gates.gspo(), gates.gspo_token(), gates.fiberpo()], ids=lambda gate: gate.name)
+def test_an_advantage_that_is_not_finite_behind_other_rows(gate, native_backends):
+    """The mask is a part of a larger one, all False outside, which is never read."""
+    first, tokens, draw = 40, 2140, torch.Generator().manual_seed(1)
+    old_logp, advantages = -torch.rand(tokens, generator=draw), torch.randn(tokens, generator=draw)
+    logp = old_logp + 0.01 * torch.randn(tokens, generator=draw)
+    advantages[first + 5] = math.nan
+    mask = torch.zeros(3 * tokens, dtype=torch.bool)[tokens : 2 * tokens]
+    mask[:] = torch.arange(tokens) % 7 != 0
+    assert mask[first + 5]
+    batch = hpo.PackedBatch.from_lengths([first, 2100], mask=mask)
+    for backend in native_backends:
+        given = testing.move((logp, old_logp, advantages, batch), testing.device_of(backend))
+        options = {"advantage_level": "token", "weights": torch.ones(2).to(given[0].device)}
+        got = hpo.policy_loss_and_grad(*given, gate, backend=backend, **options)
+        wanted = hpo.policy_loss_and_grad(*given, gate, backend="reference", **options)
+        assert got.metrics["bad_advantages"] == 1, backend
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-4, atol=1e-5, msg=backend)
+
+
 # --------------------------------------------------------------------------------------------------- broken structure
 
 

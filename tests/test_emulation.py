@@ -135,7 +135,7 @@ def test_every_warp_and_block_primitive(monkeypatch):
         thread ^ 7,
         warp + np.where(lane < 16, 15, 16),
         sum(1 << i for i in range(0, 32, 3)),
-        1,
+        1 + 4 * np.where(lane < 16, 0xFFFF, 0xFFFF0000),
         1,
         1,
         8 + 100 * 4 + 10000 * 31,

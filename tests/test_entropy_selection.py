@@ -272,14 +272,17 @@ def test_order_of_blocks_and_threads_does_not_matter(monkeypatch):
 
 @pytest.mark.parametrize("planted", [9.0, -1.0])
 def test_a_sample_of_a_scope_that_misleads(backend, planted):
-    """Where the CPU looks for the place of the quantile of a long row, all values are on one side of it."""
+    """Where the CPU looks for the place of the quantile of a long row, all values are on one side of it, and once the
+    quantile is the nearest of the others."""
     rows, length = 3, 4096
     values = torch.rand(rows, length, generator=torch.Generator().manual_seed(1))
-    values[:, [(i * 0x9E3779B9 % 2**32) * length >> 32 for i in range(256)]] = planted
+    looked_at = {(i * 0x9E3779B9 % 2**32) * length >> 32 for i in range(256)}
+    values[:, list(looked_at)] = planted
+    nearest = length - len(looked_at) - 1 if planted > 1 else len(looked_at)
     batch = hpo.PackedBatch.from_lengths([length] * rows).to(testing.device_of(backend))
     given = values.flatten().to(batch.device)
     expected = values.sort().values
-    for index in (1000, 2000, 3000):
+    for index in (nearest, 1000, 2000, 3000):
         q = Fraction(index, length - 1)
         assert torch.equal(quantiles(given, batch, q, backend=backend).cpu(), expected[:, index])
         chosen = top_k(given, batch, length - index, backend=backend).cpu().reshape(rows, length)

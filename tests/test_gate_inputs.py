@@ -104,7 +104,9 @@ def test_targets_that_are_not_finite_are_counted_and_left_out(target, backend):
     assert out.metrics.compute()["bad_advantages"] == example.mask[here].sum()
 
 
-@pytest.mark.parametrize("bounds", [(1.5, 2.0), (-0.5, 2.0), (0.5, 0.9), (0.5, 0.0), (math.inf, 2.0)])
+@pytest.mark.parametrize(
+    "bounds", [(1.5, 2.0), (-0.5, 2.0), (0.5, 0.9), (0.5, 0.0), (math.inf, 2.0), (1.5, None), (None, 0.9)]
+)
 @pytest.mark.parametrize("split", [False, True])
 def test_bounds_that_are_no_ratios_are_counted_and_left_out(split, bounds, native_backends):
     """Also where both channels of a split are at a bound whose logarithm is infinite."""
@@ -113,7 +115,8 @@ def test_bounds_that_are_no_ratios_are_counted_and_left_out(split, bounds, nativ
         gate = RatioGate("split", gate.token, (gates.Level(gates.Identity()),), split=True)
     for backend in ("reference", *native_backends):
         place = testing.device_of(backend)
-        given = gates.GateInputs(bounds=tuple(torch.full((2,), bound, device=place) for bound in bounds))
+        of_tokens = tuple(bound if bound is None else torch.full((2,), bound, device=place) for bound in bounds)
+        given = gates.GateInputs(bounds=of_tokens)
         logp, batch = torch.zeros(2, device=place), hpo.PackedBatch.from_lengths([2]).to(place)
         ones = torch.ones(1, device=place)
         out = hpo.policy_loss_and_grad(logp, logp, ones, batch, gate, gate_inputs=given, backend=backend)

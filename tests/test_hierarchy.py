@@ -252,17 +252,40 @@ def test_an_empty_step_of_no_row(native_backends):
             assert out.grad.shape == (0,), backend
 
 
-@pytest.mark.parametrize("lengths", [(5, 0, 9, 1, 7, 12, 3), (40, 5, 64)])
+@pytest.mark.parametrize(
+    ("lengths", "sides"),
+    [((5, 0, 9, 1, 7, 12, 3), "low, high"), ((40, 5, 64), "low, high"), ((40, 5, 64), "low"), ((40, 5, 64), "high")],
+)
 @pytest.mark.parametrize("name", ["two_scale, token", "zeroed at once"])
-def test_bounds_of_tokens_replace_those_of_the_residual(name, lengths, native_backends):
+def test_bounds_of_tokens_replace_those_of_the_residual(name, lengths, sides, native_backends):
     gate, example = GATES[name], Example(11, lengths, masked=False)
     draw = torch.Generator().manual_seed(0)
     low, high = 0.9 + 0.09 * torch.rand(2, example.logp.numel(), generator=draw)
-    own = {"bounds": (low, high + 0.11)}
+    own = {"bounds": (low if "low" in sides else None, high + 0.11 if "high" in sides else None)}
     exact = example.run(gate, "reference", **own)
     for backend in native_backends:
         assert_the_definition(example, gate, backend, exact, **own)
         assert not torch.equal(example.run(gate, backend, **own).grad, example.run(gate, backend).grad), backend
+
+
+@pytest.mark.parametrize("gate", [gates.gspo(), gates.gspo_token(), gates.fiberpo()], ids=lambda gate: gate.name)
+def test_an_advantage_that_is_not_finite_behind_other_rows(gate, native_backends):
+    """The mask is a part of a larger one, all False outside, which is never read."""
+    first, tokens, draw = 40, 2140, torch.Generator().manual_seed(1)
+    old_logp, advantages = -torch.rand(tokens, generator=draw), torch.randn(tokens, generator=draw)
+    logp = old_logp + 0.01 * torch.randn(tokens, generator=draw)
+    advantages[first + 5] = math.nan
+    mask = torch.zeros(3 * tokens, dtype=torch.bool)[tokens : 2 * tokens]
+    mask[:] = torch.arange(tokens) % 7 != 0
+    assert mask[first + 5]
+    batch = hpo.PackedBatch.from_lengths([first, 2100], mask=mask)
+    for backend in native_backends:
+        given = testing.move((logp, old_logp, advantages, batch), testing.device_of(backend))
+        options = {"advantage_level": "token", "weights": torch.ones(2).to(given[0].device)}
+        got = hpo.policy_loss_and_grad(*given, gate, backend=backend, **options)
+        wanted = hpo.policy_loss_and_grad(*given, gate, backend="reference", **options)
+        assert got.metrics["bad_advantages"] == 1, backend
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-4, atol=1e-5, msg=backend)
 
 
 # --------------------------------------------------------------------------------------------------- broken structure
@@ -291,6 +314,22 @@ def test_broken_leaves_are_left_out_and_counted(gate, native_backends):
             got = raw(example, gate, backend, **broken)
         assert all(torch.allclose(*each, rtol=1e-5, atol=1e-5) for each in zip(got, expected, strict=True)), backend
         assert got[1][hpo.metrics.slot("bad_offsets")] >= 3, backend
+
+
+@pytest.mark.parametrize("ancestor", [-(10**12), 10**12])
+def test_a_segment_whose_first_leaf_is_broken_is_no_child(ancestor, native_backends):
+    """Under balanced levels the parent of a segment is that of its first leaf, which others may give as theirs."""
+    gate, example = (
+        GATES["balanced, 4 levels, through, split"],
+        Example(0, lengths=(5, 0, 9, 1, 7, 12, 3), masked=False),
+    )
+    ancestors = index_inputs(example, gate)["ancestors"].clone()
+    ancestors[0, 4:6], ancestors[1, 3] = 3, ancestor
+    expected = raw(example, gate, "cpu", ancestors=ancestors)
+    for backend in native_backends:
+        got = raw(example, gate, backend, ancestors=ancestors)
+        assert all(torch.allclose(*each, rtol=1e-5, atol=1e-5) for each in zip(got, expected, strict=True)), backend
+        assert got[1][hpo.metrics.slot("bad_offsets")] == 1, backend
 
 
 WHOLE_ROWS = {name: GATES[name] for name in ("gspo", "sums", "fiberpo")}

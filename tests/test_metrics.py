@@ -1,6 +1,7 @@
 """The metrics vector: its order, its reductions, and the numbers computed from it."""
 
 import functools
+import itertools
 import math
 import os
 import re
@@ -140,7 +141,7 @@ def test_the_flag_of_bad_advantages_names_what_else_it_counts(gate, given, named
 
 
 @pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo(), gates.fiberpo()], ids=lambda gate: gate.name)
-@pytest.mark.parametrize("lengths", [(40, 8, 32), (1, 3, 2)])
+@pytest.mark.parametrize("lengths", [(40, 8, 32), (1, 3, 2), (1068, 1, 3)])
 def test_an_entropy_that_is_not_finite_counts_nowhere(gate, lengths, backend):
     tokens = sum(lengths)
     batch = hpo.PackedBatch.from_lengths(lengths, group_ids=torch.tensor([0, 0, 1]))
@@ -148,6 +149,42 @@ def test_an_entropy_that_is_not_finite_counts_nowhere(gate, lengths, backend):
     entropy[0], entropy[2], entropy[-1] = math.nan, math.inf, -math.inf
     out = hpo.policy_loss(logp, logp - 0.01, torch.ones(3), batch, gate, entropy=entropy, backend=backend).metrics
     assert (out["entropy"].item(), out["entropy_tokens"].item()) == (tokens - 3, tokens - 3)
+
+
+@pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo()], ids=lambda gate: gate.name)
+@pytest.mark.parametrize("tail", [33, 48])
+def test_the_last_tile_adds_up_its_own_tokens_alone(gate, tail, backend):
+    """The tile before it is full, of larger numbers. An entropy of NaN in each sends the CPU the long way."""
+    tokens, draw = 1024 + tail, torch.Generator().manual_seed(tail)
+    logp = -torch.rand(tokens, generator=draw)
+    old_logp, ref_logp, entropy = logp - 0.01, logp - 2, torch.rand(tokens, generator=draw)
+    ref_logp[1024:], entropy[1024:] = logp[1024:] - 0.01, 0.01
+    entropy[[0, 1024]] = math.nan
+    given = (logp, old_logp, torch.ones(1), hpo.PackedBatch.from_lengths([tokens]), gate)
+    options = {"kl": hpo.kl.k3(0.1), "ref_logp": ref_logp, "entropy": entropy, "weights": torch.ones(1)}
+    given, options = testing.move((given, options), testing.device_of(backend))
+    got, wanted = (hpo.policy_loss(*given, **options, backend=each).metrics for each in (backend, "reference"))
+    for slot in ("entropy", "penalty", "reference_k3"):
+        assert got[slot].item() == pytest.approx(wanted[slot].item(), rel=1e-5), slot
+
+
+@pytest.mark.parametrize("gate", [gates.ppo_clip(), gates.gspo()], ids=lambda gate: gate.name)
+@pytest.mark.parametrize("of", ["old_logp", "ref_logp"])
+def test_rows_that_begin_with_long_prompts_are_counted(gate, of, backend):
+    """A row counts if some token is unmasked and its log-ratios are numbers; where it stands does not matter."""
+    valid, nan = ((2500,), (1599,), (1200,), (), (3,)), ((), (), (600, 1000), (700,), ())
+    lengths = (2600, 1600, 1600, 1600, 1600)
+    tokens, starts = sum(lengths), (0, *itertools.accumulate(lengths))
+    mask, logp = torch.zeros(tokens, dtype=torch.bool), torch.full((tokens,), -1.0)
+    inputs = {"old_logp": logp.clone(), "ref_logp": logp.clone()}
+    for start, numbers, others in zip(starts, valid, nan, strict=False):
+        mask[[start + place for place in (*numbers, *others)]] = True
+        inputs[of][[start + place for place in others]] = math.nan
+    given = (logp, inputs["old_logp"], torch.ones(5), hpo.PackedBatch.from_lengths(lengths, mask=mask), gate)
+    options = {"ref_logp": inputs["ref_logp"], "weights": torch.ones(5)}
+    given, options = testing.move((given, options), testing.device_of(backend))
+    out = hpo.policy_loss(*given, **options, kl=hpo.kl.k3(0.1), backend=backend).metrics
+    assert (out["rows"].item(), out["tokens"].item(), out["nan_tokens"].item()) == (4, 4, 3)
 
 
 def test_nothing_valid(backend):

@@ -52,6 +52,14 @@ def test_long_rows_and_many_rows(backend, masked):
         assert torch.equal(counts(backend, batch.mask, batch.cu_seqlens, batch.total_tokens), expected)
 
 
+@pytest.mark.parametrize("lengths", [(20_000, 3, 17_000), (5, 16_384, 16_385, 0)])
+def test_counts_of_rows_for_a_whole_block(backend, lengths):
+    """A warp of CUDA's counts up to 16,384 tokens of a masked row alone."""
+    batch = Layout(lengths, tail=7, masked="some", seed=1).batch()
+    expected = torch.stack([row.sum() for row in batch.mask[: sum(lengths)].split(lengths)])
+    assert torch.equal(counts(backend, batch.mask, batch.cu_seqlens, batch.total_tokens), expected)
+
+
 @hypothesis.given(offsets=st.lists(anything, min_size=1, max_size=7), masked=st.booleans())
 @hypothesis.example(offsets=[0], masked=False)
 @hypothesis.example(offsets=[0, 5, 2, 4, 6], masked=True)

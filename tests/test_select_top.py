@@ -98,6 +98,18 @@ def test_bracket_that_misses(backend, planted):
 
 
 @pytest.mark.usefixtures("at_length")
+@pytest.mark.parametrize("planted", [2.0, -1.0])
+def test_bracket_that_misses_by_one(backend, planted):
+    """The threshold is the nearest score to those of the sample, which are all one value."""
+    for count in sorted({at_most(backend, 20_000), at_most(backend, 300_000)}):
+        values = uniform(count)
+        places = {(i * 0x9E3779B9 % 2**32) * count >> 32 for i in range(2048)}
+        values[list(places)] = planted
+        index = len(places) if planted < 0 else count - len(places) - 1
+        assert_selects_top(backend, values, None, (index, count - 1))
+
+
+@pytest.mark.usefixtures("at_length")
 def test_sorted_scores(backend):
     """All keys in the bracket are in one worker's part."""
     values = uniform(at_most(backend, 300_000)).sort().values

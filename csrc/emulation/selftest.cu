@@ -144,6 +144,7 @@ __global__ void primitives_kernel(double* out, int64_t* atomics) {
   mine[7] = lane < 16 ? __shfl_sync(0xffffu, thread, 15) : __shfl_sync(0xffff0000u, thread, 16);
   mine[8] = __ballot_sync(kAll, lane % 3 == 0);
   mine[9] = __any_sync(kAll, lane == 31) + 2 * __any_sync(kAll, lane == 32);
+  mine[9] += 4.0 * (lane < 16 ? __ballot_sync(0xffffu, 1) : __ballot_sync(0xffff0000u, 1));
   mine[10] = __all_sync(kAll, lane < 32) + 2 * __all_sync(kAll, lane < 31);
   mine[11] = __syncthreads_or(thread == 1) + 2 * __syncthreads_or(thread < 0);
   mine[12] = __popc(0xf0fu) + 100 * __ffs(8) + 10000 * __clz(1);

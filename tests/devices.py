@@ -74,8 +74,9 @@ class Device(NamedTuple):
 
 @contextlib.contextmanager
 def garbage_in_new_memory():
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
+    """``torch.use_deterministic_algorithms`` does the same, and imports the compiler, which takes seconds."""
+    torch.set_deterministic_debug_mode("error")  # fills what torch.empty gives
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")

@@ -10,6 +10,7 @@ import torch
 from breadth import at_length, number  # noqa: F401 (the first is a fixture)
 from catalogue import Example, bits
 from cover import COVER
+from devices import garbage_in_new_memory
 from hierarchies import GATES, exact_off_branches, raw
 
 import hpo_core as hpo
@@ -37,9 +38,8 @@ for name in [name for name, gate in THROUGH.items() if gate.head is Head.SCORE]:
 
 @pytest.fixture(autouse=True)
 def _workspaces_and_tables_come_with_garbage():
-    torch.use_deterministic_algorithms(True)  # fills what torch.empty gives
-    yield
-    torch.use_deterministic_algorithms(False)
+    with garbage_in_new_memory():
+        yield
 
 
 class Watched:

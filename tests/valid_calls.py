@@ -5,6 +5,7 @@ by one.
 """
 
 import copy
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -141,6 +142,7 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f"torch.ops.hpo_core.{name}", getattr(torch.ops.hpo_core, name)
 
 
+@functools.lru_cache
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     if isinstance(function, torch._ops.OpOverloadPacket):
         return []

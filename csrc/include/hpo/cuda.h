@@ -19,6 +19,8 @@
 #if defined(HPO_EMULATE)
 #include "cuda_emulation.h"
 #else
+// Without it the header of the grid barrier includes CUDA's atomics, which take a second of every compilation.
+#define _CG_LIMIT_INCLUDED_DEPENDENCIES
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -115,12 +115,12 @@ def _shared(
     """The rewards of units, whose mean is over those with equal ids ``sharers``, and the deviation over those with
     equal ``outcome``, with ddof 0: ``[U]`` float64, 0 where a unit is no member, or where all rewards are equal."""
     u = torch.where(right, entropy, 1 / entropy.clamp(min=_LEAST))
-    u = constant(u, keeps_doubles=backend == "reference")  # what is averaged: equal numbers are equal to their mean
+    u = constant(u, backend)  # what is averaged: equal numbers are equal to their mean
     mean = statistics(u, sharers, mask=members, backend=backend).mean
     size = alpha[0] + alpha[1] * torch.where(mean > 0, u / mean, 1.0)
     rewards = torch.where(right, size, -size)
     if normalised:
-        rewards = constant(rewards, keeps_doubles=backend == "reference")
+        rewards = constant(rewards, backend)
         of_outcome = statistics(rewards, outcome, mask=members, backend=backend)
         deviation = of_outcome.deviation(0)
         rewards = torch.where(deviation > 0, (rewards.double() - of_outcome.mean) / deviation, 0.0)

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kAlike = 64;  // tokens of which a tile asks whether they share a unit
 
-// What a tile of n tokens has. A token is a member if its byte is not 0 and its two numbers are finite.
+// The numbers of a tile of n tokens. A token is a member if its byte is not 0 and its two numbers are finite.
 class Tile {
  public:
   int n;
@@ -82,7 +82,7 @@ struct LaneSums {
 };
 
 void write_terms(const Tile& tile, const CovarianceMeans& means, float* __restrict keys) {
-  const float* __restrict logp = tile.logp, *__restrict advantage = tile.advantage;
+  const float* __restrict logp = tile.logp, * __restrict advantage = tile.advantage;
   const uint8_t* __restrict valid = tile.valid;
   for (int i = 0; i < tile.n; ++i) {
     const float key = key_of_term(covariance_term(means, logp[i], advantage[i]));
@@ -93,7 +93,7 @@ void write_terms(const Tile& tile, const CovarianceMeans& means, float* __restri
 // Of a copy of the draw: numbers behind a reference would be loaded under conditions, and no vector.
 void write_draws(const Tile& tile, const CovarianceMeans& means, const CovarianceDraw draw, int64_t first,
                  float* __restrict keys) {
-  const float* __restrict logp = tile.logp, *__restrict advantage = tile.advantage;
+  const float* __restrict logp = tile.logp, * __restrict advantage = tile.advantage;
   const float* __restrict old_logp = draw.old_logp + first;
   const uint8_t* __restrict valid = tile.valid;
   const uint32_t place = uint32_t(first);

@@ -260,7 +260,7 @@ def _reported(report: Collection[str]) -> tuple[bool, bool, bool]:
 
 
 def _checked_inputs(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
-    """What the gate is given beside the batch: it takes all of it, and gets all that it needs."""
+    """The inputs of the gate beside the batch: it takes all of them, and gets all that it needs."""
     given = _NO_INPUTS if gate_inputs is None else gate_inputs
     require_type(
         isinstance(given, GateInputs),

@@ -132,12 +132,12 @@ def is_published(estimator: Callable[..., Any]) -> bool:
 
 
 def level_of(estimator: Callable[..., Any]) -> str:
-    """What an estimator's advantages belong to."""
+    """The level of an estimator's advantages."""
     return str(_mark(estimator, "level", "row"))
 
 
 def name_of(estimator: Callable[..., Any]) -> str:
-    """What errors call an estimator."""
+    """The name of an estimator in errors."""
     return str(_mark(estimator, "__name__", "estimator"))
 
 
@@ -246,7 +246,7 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | None) -> torch.Tensor:
-    """What was computed in float64 in the precision of the result: float32, or what the reference was given."""
+    """Numbers of float64 in the precision of the result: float32, or that of the rewards of the reference."""
     return exact.to(rewards.dtype if keeps_doubles(backend) else torch.float32)
 
 
@@ -259,7 +259,7 @@ def about_group(
     mask: torch.Tensor | None = None,
     backend: str | None,
 ) -> torch.Tensor:
-    """What was computed in float64, minus the least of its group: float32 keeps what tells members apart, whatever
+    """Numbers of float64, minus the least of their group: float32 keeps what tells members apart, whatever
     offset they share. A group of one keeps its value."""
     group = statistics(exact, ids, weights=weights, mask=mask, backend=backend)
     return as_advantages(exact - torch.where(group.members > 1, group.least, 0.0), rewards, backend)
@@ -271,7 +271,7 @@ def known(values: torch.Tensor) -> torch.Tensor:
 
 
 def scorable(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Which units ``[U]`` of the mask have a value that says something."""
+    """The units ``[U]`` of the mask whose value is finite."""
     return torch.isfinite(values) if mask is None else torch.isfinite(values) & mask
 
 
@@ -286,5 +286,5 @@ def grouped(units: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
 
 
 def members_of(values: torch.Tensor, group: GroupStatistics, mask: torch.Tensor | None) -> torch.Tensor:
-    """Which units ``[U]`` entered the statistics of these values."""
+    """The units ``[U]`` that entered the statistics of these values."""
     return scorable(values, mask) & (group.members > 0)

@@ -16,7 +16,7 @@ from hpo_core.reference import logprobs as reference
 from hpo_core.specs import LogitRows
 
 IGNORE = -100
-# What the notes on the CPU ask for, in floors of the same bytes.
+# The goals on the CPU, in floors of the same bytes.
 FORWARD = {torch.float32: 1.4, torch.bfloat16: 1.8}
 BACKWARD = {torch.float32: 1.25, torch.bfloat16: 1.9}
 

@@ -33,7 +33,7 @@ GOALS = {"eager": slower_by(10), "verl": slower_by(10)}
 
 
 def presets() -> dict[str, RatioGate]:
-    """What each constructor of a gate makes by default."""
+    """The gate that each constructor makes by default."""
     spaces = (gates, gates.reconstructed)
     found = {name: getattr(space, name) for space in spaces for name in space.__all__ if name != "compose"}
     made = {name: fn for name, fn in found.items() if inspect.isfunction(fn)}
@@ -94,7 +94,7 @@ def weights_of(name: str, batch: hpo.PackedBatch) -> torch.Tensor:
 
 
 def given(gate: RatioGate, data: Rows) -> dict[str, Any]:
-    """What the preset reads besides the batch, as policy_loss takes it."""
+    """The inputs of the preset beside the batch, as policy_loss takes them."""
     inputs = {
         "bounds": (data.low, data.high), "token_mask": data.token_mask, "penalty_mask": data.penalty_mask,
         "token_weight": data.token_weight, "target": data.target,

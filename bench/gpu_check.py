@@ -26,7 +26,7 @@ import hpo_core as hpo
 CHECKED = (gates.PPO, gates.GSPO, gates.GSPO_TOKEN, gates.CISPO, gates.REINFORCE, PENALISED._replace(keep=0.2))
 SIZES = {"small": (6, 44), "large": (512, 2048)}  # rows and their length; small: for the sanitizer, which is slow
 ONE_BY_ONE = 4000  # tokens at most where the definition takes them one by one, as in a window
-SAMPLES, SAMPLE = 9, 3000.0  # how many, and the microseconds of one
+SAMPLES, SAMPLE = 9, 3000.0  # the number of samples, and the microseconds of one
 
 # ------------------------------------------------------------------------------------------------------------- exercise
 

@@ -1,6 +1,7 @@
-"""What `make gpu-check` times: each op on cuda and triton, and next to it eager PyTorch, torch.compile and Liger.
+"""The calls that `make gpu-check` times: each op on cuda and triton, and next to it eager PyTorch, torch.compile and
+Liger.
 
-Data are those of the benches of the CPU, moved to the GPU; what is too large for that is drawn there.
+Data are those of the benches of the CPU, moved to the GPU; larger tensors are drawn there.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Results = dict[str, dict[str, dict[str, Any]]]  # by case, then by contestant
 
 
 def read(lines: Iterable[str]) -> tuple[list[dict[str, Any]], Results]:
-    """What was measured on, and the results; of equal ones the last."""
+    """The devices of the measurement, and the results; of equal ones the last."""
     facts, found = [], defaultdict[str, dict[str, dict[str, Any]]](dict)
     for line in lines:
         result = json.loads(line)

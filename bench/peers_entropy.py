@@ -11,7 +11,7 @@ from harness import Tensors
 
 
 def accelerator_of_one_process() -> SimpleNamespace:
-    """What TRL asks of an Accelerator, for one process: nothing to gather."""
+    """The part of an Accelerator that TRL calls, for one process: nothing is gathered."""
     return SimpleNamespace(
         num_processes=1,
         pad_across_processes=lambda tensor, **_: tensor,

@@ -19,7 +19,7 @@ Run = Callable[[], Tensors]
 
 
 class Objective(NamedTuple):
-    """What is computed, in the terms all share."""
+    """The loss that is computed, in terms that all contestants share."""
 
     gate: str  # the name of the constructor in hpo_core.gates
     low: float = 0.0  # epsilons; for cispo the cap is 1 + high
@@ -71,7 +71,7 @@ def differentiated(logp: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.T
 
 
 class _Ready(torch.autograd.Function):
-    """What any loss with a gradient of its own costs in Python: a node, and one product on the way back."""
+    """The cost in Python of any loss with a gradient of its own: a node, and one product on the way back."""
 
     @staticmethod
     def forward(ctx: Any, logp: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def policy_term(
 def logged(
     objective: Objective, log_ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """What trainers log with the loss: sums of x, x^2 and r - 1, and the tokens beyond either bound."""
+    """The numbers that trainers log with the loss: sums of x, x^2 and r - 1, and the tokens beyond either bound."""
     ratio = log_ratio.exp()
     above = (ratio > 1 + objective.high) & (advantages >= 0)
     below = (ratio < 1 - objective.low) & (advantages < 0)

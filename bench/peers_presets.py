@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class View(NamedTuple):
-    """What formulas share: log-ratios, and the advantages as costs."""
+    """The terms that formulas share: log-ratios, and the advantages as costs."""
 
     rows: Rows
     logp: torch.Tensor  # [B, L], the leaf

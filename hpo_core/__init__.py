@@ -34,7 +34,7 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        """What completion offers: also the modules above, and no name that this file imports for itself."""
+        """The names that completion offers: also the modules above, and no name that this file imports for itself."""
         return __all__
 
 

@@ -271,8 +271,9 @@ def _scale(
         check(0 <= number < math.inf, "total: expected a count >= 0, got {}", number)
         own = own.new_full((), number, dtype=torch.float64)
     count = own.to(torch.float64)  # float64 keeps counts beyond 2^24 tokens exact until the one division
-    # A tensor is not read on the host, so an invalid count (NaN or below 0) makes the loss NaN.
-    scale = torch.where(count > 0, factor / count, torch.where(count == 0, 0.0, torch.nan))
+    # A tensor is not read on the host: the root of an invalid count (NaN or below 0) makes the loss NaN, the root
+    # of 0 is 0. Each kernel counts: a new batch without weights= waits for all of them.
+    scale = torch.where(count > 0, factor / count, count.sqrt())
     return scale.to(torch.float32)
 
 

@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat, TypeVar
 import torch
 import torch.distributed
 
-from .checks import check, examined, is_traced, require_type
+from .checks import check, examined, is_traced, keeps_doubles, require_type
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
@@ -52,25 +52,25 @@ def constants(function: Function) -> Function:
 
     @functools.wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
-        keeps_doubles = keywords.get("backend") == "reference"
-        given = [_constant_parts(value, keeps_doubles) for value in arguments]
-        return function(*given, **{name: _constant_parts(value, keeps_doubles) for name, value in keywords.items()})
+        backend = keywords.get("backend")
+        given = [_constant_parts(value, backend) for value in arguments]
+        return function(*given, **{name: _constant_parts(value, backend) for name, value in keywords.items()})
 
     return run  # type: ignore[return-value]
 
 
-def constant(values: Tensor, keeps_doubles: bool) -> Tensor:
-    """Contiguous and detached. In 16 bits the numbers of a formula would be rounded, too; beside float32 statistics,
-    values in float64 would differ from their own extrema."""
+def constant(values: Tensor, backend: str | None) -> Tensor:
+    """Contiguous and detached, in the precision of the backend. In 16 bits the numbers of a formula would be rounded,
+    too; beside float32 statistics, values in float64 would differ from their own extrema."""
     values = values.detach()
-    return (values if keeps_doubles and values.dtype == torch.float64 else values.float()).contiguous()
+    return (values if keeps_doubles(backend) and values.dtype == torch.float64 else values.float()).contiguous()
 
 
-def _constant_parts(value: Any, keeps_doubles: bool) -> Any:
+def _constant_parts(value: Any, backend: str | None) -> Any:
     if isinstance(value, Tensor):
-        return constant(value, keeps_doubles) if value.is_floating_point() else value
+        return constant(value, backend) if value.is_floating_point() else value
     if type(value) in (list, tuple):
-        return type(value)(_constant_parts(each, keeps_doubles) for each in value)
+        return type(value)(_constant_parts(each, backend) for each in value)
     return value
 
 

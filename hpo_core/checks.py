@@ -288,12 +288,17 @@ def _check_of_batch(batch: Any, count: int, meaning: str, given: dict[str, torch
             check_device(name, tensor, batch.device, "the batch")
 
 
+def keeps_doubles(backend: str | None) -> bool:
+    """Whether a call asks for the reference, which alone computes in float64, too."""
+    return backend == "reference"
+
+
 def check_precision(dtype: torch.dtype, backend: str | None) -> None:
     """Raise ``TypeError`` for a dtype of ``logp`` other than float32, or float64 with the reference."""
     got = dtype_name(dtype)
     if dtype in (torch.float16, torch.bfloat16):
         raise TypeError(f"logp: expected float32, got {got}; {_ROUNDING}")
-    if backend != "reference" or dtype != torch.float64:
+    if not keeps_doubles(backend) or dtype != torch.float64:
         raise TypeError(f"logp: expected float32, got {got}; use .float(), or backend='reference' for float64")
 
 

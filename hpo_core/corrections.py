@@ -1,4 +1,4 @@
-"""What the corrections of a gate make of a call: a factor on each token, and, on request, what each of them saw.
+"""The corrections of a gate: a factor on each token, and, on request, the metrics of each of them.
 
 The loss computes the factors of one correction of tokens and two of rows by itself; others are an op of their own.
 """
@@ -92,7 +92,7 @@ def _read(
     correction: Correction,
     batch: PackedBatch,
 ) -> PolicyLossInputs:
-    """What the op of a correction reads: its own pair, and what the loss reads, because only tokens that count in the
+    """The inputs of the op of a correction: its own pair, and those of the loss, because only tokens that count in the
     loss count here. Where steps are a level of the gate, tokens outside every step do not."""
     leaves = batch.leaf_tables(() if correction.unit is None else (correction.unit,))
     mask = inputs.mask

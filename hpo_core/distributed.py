@@ -1,4 +1,4 @@
-"""What units and groups are over several ranks: gathered whole, or as tables of their groups.
+"""Units and groups over several ranks: gathered whole, or as tables of their groups.
 
 Inside :func:`spanned` the primitives of estimators (group statistics, common ids, totals) speak of the units of all
 ranks. A rank sends one row per group, not its units; every rank merges the same rows in the order of ranks, and so

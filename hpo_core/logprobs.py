@@ -310,7 +310,7 @@ def check_operands(logits: torch.Tensor, targets: torch.Tensor, reference: bool,
 
 
 def _predicted(targets: torch.Tensor, batch: PackedBatch | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Which tokens count and have logits; and which count and have none, where that is not checked."""
+    """The tokens that count and have logits; and those that count and have none, where that is not checked."""
     batch, shape = as_batch(batch), targets.shape
     if shape != batch.padded_shape and shape != (batch.total_tokens,):
         fix = "a batch takes both unshifted; of a model's form [1, T, V] pass logits[0] and targets[0]"

@@ -37,6 +37,7 @@ Report = tuple[_Reported, ...] | Collection[_Reported]  # for a Collection alone
 
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
 _NO_INPUTS = GateInputs()
+_NO_LEAVES = LeafTables()
 _LEAST_POSITIVE = 1e-3  # a log-probability above 0 by less may be rounding of float32
 
 
@@ -180,7 +181,7 @@ def prepare(
             "report: 'levels' is for a gate with levels, got {!r}, which has none; drop it (metrics has the tokens)",
             gate.name,
         )
-    leaves: Hierarchy | LeafTables = LeafTables()
+    leaves: Hierarchy | LeafTables = _NO_LEAVES
     # This is spec.is_hierarchical, a property of a named tuple, which the Dynamo of torch 2.10 does not trace.
     if len(spec.levels) > 0 or spec.term is not None:
         units = tuple(level.unit for level in spec.levels)
@@ -190,6 +191,8 @@ def prepare(
         exchange = exchange_of(batch, spec, gate.name, gate.units, process_group, aggregates)
     if weights is None:
         weights = aggregation.default(batch, gate.of_steps)
+    else:
+        weights = examined("weights", weights, "[S] (one per row)")
     token_mask, token_weight = _mask_and_weight(token_mask, token_weight, gate_mask, gate_weight, selection, token)
     low: torch.Tensor | None = None
     high: torch.Tensor | None = None
@@ -199,7 +202,7 @@ def prepare(
         logp,
         None if old_logp is None else token("old_logp", old_logp),
         as_constant("advantages", level_advantages, None, "", dtype, device),
-        checked_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
+        as_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
         batch.cu_seqlens,
         batch.mask,
         None if ref_logp is None else token("ref_logp", ref_logp),
@@ -257,7 +260,7 @@ def _reported(report: Collection[str]) -> tuple[bool, bool, bool]:
 
 
 def _checked_inputs(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInputs:
-    """What the gate is given beside the batch: it takes all of it, and gets all that it needs."""
+    """The inputs of the gate beside the batch: it takes all of them, and gets all that it needs."""
     given = _NO_INPUTS if gate_inputs is None else gate_inputs
     require_type(
         isinstance(given, GateInputs),

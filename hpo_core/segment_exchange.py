@@ -81,7 +81,7 @@ def exchange_of(
 
 
 def reduce_over_ranks(batch: PackedBatch, unit: Unit, process_group: ProcessGroup) -> SegmentReduce | None:
-    """What the segments of a correction over ``unit`` have on all ranks; None where they lie on one."""
+    """The sums over all ranks of the segments of a correction over ``unit``; None where they lie on one."""
     if batch.ids(unit) is None:
         return None
     span = _span_of(batch, (unit,), process_group)

@@ -72,7 +72,8 @@ PENALTIES = [None] + [
 
 # ---------------------------------------------------------------------------------------------------------- presets
 
-# name: (gate, the objective of a sequence, what it is given). Numbers are such that every branch fires.
+# name: (gate, the objective of a sequence, the input that it needs beside the batch). Numbers are such that every
+# branch fires.
 PRESETS = {
     "reinforce": (gates.reinforce(), paper.reinforce, ""),
     "ppo_clip": (gates.ppo_clip(), paper.ppo_clip, ""),
@@ -222,7 +223,7 @@ CATALOGUE = {f"{family}: {name}": gate for family, members in FAMILIES.items() f
 
 
 def structure(gate):
-    """What kernels are made for: the gate's spec and its corrections without their numbers."""
+    """The structure that kernels are made for: the gate's spec and its corrections without their numbers."""
     return _structure(gate.spec()), tuple(
         (_structure(each.spec()), each.unit, each.channel) for each in gate.corrections
     )
@@ -342,7 +343,7 @@ class Example:
         return row.clamp(max=self.lengths.numel() - 1)
 
     def segment(self, unit):
-        """Which segment of this kind each token lies in."""
+        """The segment of this kind in which each token lies."""
         if unit is STEP:
             return self.batch.step_of_token()
         ids = {TRAJECTORY: self.trajectory, GROUP: self.batch.group_ids, DOMAIN: self.batch.domain_ids}
@@ -404,7 +405,7 @@ class Example:
         return PolicyLossExample(*arguments, self.batch, gate, given)
 
     def run(self, gate, backend, **keywords):
-        """What the call without autograd makes of it; the reference in float64."""
+        """The result of the call without autograd; the reference in float64."""
         example = self.call(gate, torch.float64 if backend == "reference" else torch.float32, **keywords)
         if (device := testing.device_of(backend)) != "cpu":
             example = testing.move(example, device)  # a copy, without what the batch has computed

@@ -211,7 +211,7 @@ def matches(rule: Rule, file: str) -> bool:
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """What each file beside the tests, and each test, imports, also in scripts that it holds as text."""
+    """The imports of each file beside the tests, and of each test, also in scripts that it holds as text."""
     paths = Path(__file__).parent.glob("*.py")
     return {path.stem: set(re.findall(r"^\s*(?:from|import)\s+(\w+)", path.read_text(), re.M)) for path in paths}
 

@@ -100,7 +100,7 @@ def pytest_runtest_setup():
             os._exit(3)
 
 
-# Modules that wait for compilers come first: what a worker leaves for the other at the end is short.
+# Modules that wait for compilers come first, so that the last module of a worker is a short one.
 FIRST = ("test_triton_compile", "test_cuda_compile", "test_mutants", "test_wrong_arguments", "test_demo")
 
 
@@ -119,8 +119,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Modules and tests live to the end: the garbage collector would go through them some hundred times. The end is
-    that of the process, whose extensions report what is left of theirs."""
+    """Modules and tests live to the end: the garbage collector would go through them some hundred times. They are
+    unfrozen when the process ends, where extensions look for objects that were never freed."""
     gc.freeze()
     atexit.register(gc.unfreeze)
 

@@ -20,8 +20,8 @@ ALWAYS = (
 
 
 def facts_of(gate):
-    """What takes a way of its own through a kernel, alone and together: a promise that one of them breaks is broken by
-    any gate with it."""
+    """The parts with a path of their own through a kernel, alone and together: a promise that one of them breaks is
+    broken by any gate with it."""
     spec = gate.spec()
     found = {
         ("token", spec.token, spec.head, bool(spec.levels)), ("driven", spec.low_driven, spec.high_driven),

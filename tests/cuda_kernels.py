@@ -47,7 +47,7 @@ class Loop(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What is counted in the code is None where no disassembler is found."""
+    """Counts of the code are None where no disassembler is found."""
 
     name: str
     registers: int

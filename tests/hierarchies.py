@@ -216,8 +216,8 @@ def naive(example, gate, advantages=None):
 
 
 def exact_off_branches(example, gate, **keywords):
-    """What the definition gives if float32 and float64 take the same branch of every gate, so that the gradient hardly
-    moves with the log-ratios; else None."""
+    """The result of the definition if float32 and float64 take the same branch of every gate, so that the gradient
+    hardly moves with the log-ratios; else None."""
     exact = example.run(gate, "reference", **keywords)
     size = exact.grad.abs().max().clamp(min=1e-6)
     for shift in (2e-6, -2e-6):
@@ -327,7 +327,7 @@ class Step(NamedTuple):
 
 
 def inputs_of(example, gate):
-    """What the op takes of an example, which checks nothing."""
+    """The arguments of the op, which checks nothing, from an example."""
     hierarchy = example.batch.hierarchy(tuple(level.unit for level in gate.levels))
     return PolicyLossInputs(
         example.logp, example.old_logp, example.advantages, example.weights, example.batch.cu_seqlens,

@@ -36,7 +36,7 @@ def exact(logits, targets, temperature=1.0, upstream=None):
 
 
 def eager(logits, targets, temperature, upstream):
-    """What one writes without this library, in float32."""
+    """The formula as one writes it without this library, in float32."""
     leaf = logits.float().requires_grad_()
     logps = torch.log_softmax(leaf / temperature, -1)
     logp = logps.gather(-1, targets[..., None]).squeeze(-1)

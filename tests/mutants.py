@@ -43,7 +43,7 @@ PACKAGE = Path(hpo_core.__file__).parent
 BUILT = ROOT / "build/native" / sysconfig.get_config_var("SOABI")
 LIBRARIES = ROOT / "build/mutants"
 
-# What is compiled again; the rest is linked as the build has left it.
+# The objects that are compiled again; the rest is linked as the build has left it.
 UNITS = {
     "cpu": sorted(f"cpu/{path.name}" for path in SOURCES.glob("cpu/*.cpp") if path.name != "dispatch.cpp"),
     "cuda_emulated": sorted(f"cuda/{path.name}" for path in SOURCES.glob("cuda/*.cu")),
@@ -216,7 +216,7 @@ def functions_in(source: str | CodeType) -> Iterator[CodeType]:
 
 
 def forget_backends() -> None:
-    """What was made with a bug does not outlive it, nor the other way round."""
+    """Caches made with a bug do not outlive it, nor the other way round."""
     backends._resolve.cache_clear(), backends._native.cache_clear()
 
 

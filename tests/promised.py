@@ -57,7 +57,7 @@ def twelve_rows(*third):
 
 @functools.cache
 def of_twelve_rows(name, backend, way, *third):
-    """What a gate makes of them, which several promises compare with."""
+    """The result of a gate, with which several promises compare."""
     example = twelve_rows(*third)
     call, inputs = ways(example, CATALOGUE[name], backend)[way]
     return call(example, CATALOGUE[name], backend, **inputs)

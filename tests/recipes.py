@@ -38,7 +38,7 @@ def policy():
 
 
 def data(*ranks):
-    """What these ranks have: a batch, token ids, old log-probabilities and advantages."""
+    """The data of these ranks: a batch, token ids, old log-probabilities and advantages."""
     tokens = [sum(lengths) for lengths in LENGTHS]
     draw = torch.Generator().manual_seed(1)
     ids, mask = torch.randint(8, (sum(tokens),), generator=draw), torch.rand(sum(tokens), generator=draw) < 0.8

@@ -136,7 +136,7 @@ def part(values, begin, end):
 
 
 def compute(world, rank):
-    """What one rank finds, for the tests to look at."""
+    """The results of one rank, for the tests to look at."""
     begin = sum(SHARES[world][:rank])
     own = part(units(), begin, begin + SHARES[world][rank])
     tables = functools.partial(over_ranks, tables=True)
@@ -150,7 +150,7 @@ def compute(world, rank):
 
 @pytest.fixture(scope="module", params=SHARES)
 def ranks(request):
-    """What each rank found, and how many units it had."""
+    """The results of each rank, and the number of its units."""
     return on_ranks(request.param, functools.partial(compute, request.param)), SHARES[request.param]
 
 

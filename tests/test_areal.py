@@ -42,7 +42,7 @@ def areal():
         yield importlib.import_module("areal.trainer.ppo.actor")
 
 
-# What AReaL knows of the loss of a token; ours logs the fractions hpo_clipped and hpo_dual_clipped.
+# The facts that AReaL logs of the loss of a token; ours logs the fractions hpo_clipped and hpo_dual_clipped.
 NOT_LOGGED = {
     *("actor_loss", "clip_ratio", "clipped_tokens", "clipped_new_logp", "clipped_old_logp"),
     *("dual_clip_ratio", "dual_clipped_tokens"),

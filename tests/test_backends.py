@@ -286,7 +286,7 @@ def test_inputs_come_in_the_order_of_the_c_interface(name):
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_the_program_speaks_of_devices_that_are_there(gpus, monkeypatch, capsys):
-    """What would serve tensors on a GPU that is not there is nobody's question."""
+    """A GPU that is not there has no line."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"model {index}")
     program.main([])

@@ -85,7 +85,7 @@ def test_curves_are_smoothed_over_the_last_ten_and_have_the_error_of_their_seeds
 
 
 def results_in(folder):
-    """What three short runs would leave: a constant curve for each kind, so that a mix-up of names shows."""
+    """The files that three short runs would leave: a constant curve for each kind, so that a mix-up of names shows."""
     curve = iter(range(100))
     kinds = ("GRPOTrainer", "HPOTrainer", "GRPO nudged")
     methods = ("none", "forking_tokens", "ares", "epo", "adaptive", "random")

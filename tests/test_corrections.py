@@ -45,7 +45,7 @@ def measured(statistic, first, second):
 
 
 def factors(backend, pairs, correction, batch=None, **given):
-    """What the op makes of these pairs, one row unless a batch says otherwise."""
+    """The result of the op for these pairs, one row unless a batch says otherwise."""
     device, dtype = testing.device_of(backend), torch.float64 if backend == "reference" else torch.float32
     batch = hpo.PackedBatch.from_lengths([len(pairs)]) if batch is None else batch
     first, second = torch.as_tensor(pairs, dtype=dtype).T.contiguous()

@@ -175,7 +175,7 @@ def test_sums_are_exact_at_an_offset(backend):
 
 
 def test_bits_do_not_depend_on_threads_or_garbage(backend):
-    """What stands at masked tokens and at tokens in no row is never used."""
+    """The numbers at masked tokens and at tokens in no row are never used."""
     tokens = at_most(backend, 100_000)
     logp, advantages, offsets, mask, draw = example(tokens, seed=4)
     member = torch.zeros(tokens, dtype=torch.bool)

@@ -45,7 +45,7 @@ def accelerate(rank, mode, steps):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
 
-    # What torchrun says; the process group is there already.
+    # The variables that torchrun sets; the process group is there already.
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
     PartialState._reset_state(), AcceleratorState._reset_state()
@@ -62,7 +62,7 @@ def accelerate(rank, mode, steps):
 
 
 class Averaging:
-    """What DeepSpeed does to losses and gradients, and nothing else of it."""
+    """The arithmetic of DeepSpeed on losses and gradients, and nothing else of it."""
 
     def __init__(self, model, steps):
         self.model, self.steps = model, steps
@@ -86,8 +86,8 @@ def averaging(rank, mode, steps):
 
 
 def megatron(rank, mode, steps, context=1):
-    """What Megatron does to a loss function of two results, of which the second is for its log: ``context`` ranks share
-    each row, the others are data parallel."""
+    """The arithmetic of Megatron on a loss function of two results, of which the second is for its log: ``context``
+    ranks share each row, the others are data parallel."""
     model = policy()
     weights = MODES[mode](data(rank)[0], process_group=dist.group.WORLD, ranks=2 // context) * steps
     for _, loss in losses(model, rank, weights, steps):
@@ -145,7 +145,7 @@ def every_case(rank, engine):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """What both ranks of an engine found, once for all cases."""
+    """The results of both ranks of an engine, once for all cases."""
     found = {}
 
     def of(engine):

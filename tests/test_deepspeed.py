@@ -59,7 +59,7 @@ ENGINES = {
 
 
 def every_case(rank):
-    # What the launcher says; the process group is there already.
+    # The variables that the launcher sets; the process group is there already.
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "DS_ACCELERATOR": "cpu"}
     import deepspeed

@@ -55,7 +55,7 @@ class Step:
 
 
 def compute(rank):
-    """What one rank finds, for the tests to look at."""
+    """The results of one rank, for the tests to look at."""
     step, world, found = Step(), dist.group.WORLD, {}
     mine = ROWS[rank]
     local, local_tokens, _ = step.part(mine)
@@ -144,7 +144,7 @@ def train(step, rank):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """What each rank found."""
+    """The results of each rank."""
     return on_ranks(2, compute)
 
 
@@ -267,7 +267,7 @@ def test_errors():
 
 
 def of_a_group_without_this_process(rank):
-    """What calls say that are given what torch makes in place of a group without this process."""
+    """The errors of calls whose group is the object that torch makes for a group without this process."""
     group = dist.new_group([0])
     if rank == 0:
         return []

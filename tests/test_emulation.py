@@ -190,7 +190,8 @@ def test_a_race_changes_the_result_with_the_order(monkeypatch, bug):
     assert outcomes["forward"] != outcomes["reverse"]
 
 
-# What a GPU may answer with an old value, or not at all, in every order. Blocks and lines depend on the order.
+# The accesses that a GPU may answer with an old value, or not at all, in every order. Blocks and lines depend on the
+# order.
 UNORDERED = {
     "missing_grid_barrier": "reads what block",
     "missing_second_grid_barrier": "reads what block",

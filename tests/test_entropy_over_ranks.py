@@ -49,7 +49,7 @@ def alone(name, kind):
 
 
 def compute(rank, names=tuple(METHODS), kinds=KINDS, shares=tuple(SHARES)):
-    """What a rank finds for each number of processes that share the step, and the collectives of each call."""
+    """The results of a rank for each number of processes that share the step, and the collectives of each call."""
     groups = {world: dist.new_group(list(range(world))) for world in shares}
     found, calls = {}, count_collectives()
     for world, kind, name in itertools.product(shares, kinds, names):
@@ -125,7 +125,8 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_are_counted(ranks, name):
-    """What docs/entropy_ranks.md says; no more for four ranks than for two, and never more than 16 KiB."""
+    """The traffic that docs/entropy_ranks.md states; no more for four ranks than for two, and never more than 16
+    KiB."""
     for world, found in itertools.product((2, 4), ranks):
         calls = found.get((world, "ties", name), (None, None, COLLECTIVES[name]))[2]
         assert {kind: calls[kind] for kind in COLLECTIVES[name]} == COLLECTIVES[name]

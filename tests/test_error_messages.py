@@ -1,4 +1,4 @@
-"""What errors say of the calls that people write: the argument, what was expected, what came, and the fix."""
+"""The errors of calls that people write: the argument, what was expected, what came, and the fix."""
 
 import functools
 import math
@@ -176,7 +176,7 @@ ERRORS = [
     (lambda: hpo.aggregation.token_mean(BATCH, total=HUGE), "total: expected a number that a float holds"),
     (lambda: hpo.token_logprobs(TOKENS[:, None], TOKENS.long(), HUGE), "temperature: expected a number that a float"),
     (lambda: hpo.advantages.gdpo(ROWS[None], None, [HUGE]), "weights: expected a number that a float holds"),
-    # What is wrong with a part of what is made, behind the arguments it was made of.
+    # The fault of a part of the result, behind the arguments of which it was made.
     (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),
     (lambda: gates.dro(beta=-1), r"dro\(beta=-1\): head_numbers, penalty_coefficient: expected numbers >= 0"),
     (lambda: gates.icepop(5.0, 0.5), r"ratio_low, ratio_high: expected ratios around 1, .*, got 5\.0, 0\.5"),

@@ -1,4 +1,4 @@
-"""What the algebra of estimators promises, P1 to P16, where test_advantages.py does not show it already."""
+"""The promises of the algebra of estimators, P1 to P16, where test_advantages.py does not show it already."""
 
 import functools
 import math
@@ -216,7 +216,7 @@ def test_p8_binary_closed_forms(backend):
 
 @pytest.mark.usefixtures("at_length")
 def test_p9_a_group_is_its_strata(backend):
-    """What lies between strata is the difference of means, and of second moments theirs."""
+    """The difference between strata is that of means, and for second moments that of these."""
     for seed in seeds(backend):
         g = Given(naive.draw(seed), backend)
         strata = segments.dense_ids(g.group, g.other)

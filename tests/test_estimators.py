@@ -87,7 +87,7 @@ def outcomes_and_penalties(g):
     return torch.where(torch.arange(24, device=g.reward.device) % 4 == 3, g.reward, -g.number / 64)
 
 
-# What puts rewards, returns or values together before it compares them.
+# The estimators that put rewards, returns or values together before they compare them.
 FAR_FROM_0 = {
     **{name: CASES[name] for name in ("sgrpo_reward_sum", "sgrpo_hierarchical_sum", "mars2", "hila", "gigpo")},
     **{name: CASES[name] for name in ("hgpo_code", "craft_gui", "datarus", "hc_grpo", "hi_grpo", "step_gae")},
@@ -131,7 +131,7 @@ def test_advantages_are_float32_whatever_rewards_are(native_backends, dtype):
         assert case(given).dtype == torch.float32, name
 
 
-# What the authors' code gives, run at the commits that docs/advantages_evidence.md names.
+# The numbers of the authors' code, run at the commits that docs/advantages_evidence.md names.
 
 
 @pytest.mark.parametrize("discount", [-0.1, 1.5, math.nan, math.inf])
@@ -248,7 +248,7 @@ def test_every_estimator_says_where_it_comes_from():
             )
 
 
-# What one call of a drawn batch cannot say: histories of prompts, places of other rollouts, sets of rewards.
+# The arguments that one call of a drawn batch lacks: histories of prompts, places of other rollouts, sets of rewards.
 ELSEWHERE = {"archer_td", "dcpo", "de_grpo", "dynamic_contrastive", "ib_tpo", "negative_sample"}
 ELSEWHERE |= {"poise", "positive_sample", "rae", "vpo"}
 

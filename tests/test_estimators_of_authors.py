@@ -1,4 +1,4 @@
-"""What the authors' code gives, run at the commits that docs/advantages_evidence.md names."""
+"""The numbers of the authors' code, run at the commits that docs/advantages_evidence.md names."""
 
 import math
 

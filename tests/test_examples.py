@@ -66,7 +66,7 @@ def free_port():
 
 
 def parameters(rank, ranks, port, folder):
-    """What torchrun says to a process, whose parameters are left in the folder."""
+    """The variables that torchrun gives a process, whose parameters are left in the folder."""
     torch.set_num_threads(1)  # a forked process has none of its parent's OpenMP threads, and would wait for them
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     found, _ = script("ddp.py", UPDATES="3", CUDA_VISIBLE_DEVICES="", **{key: str(each) for key, each in told.items()})
@@ -129,7 +129,7 @@ def test_an_agent_learns_from_its_turns(calls):
 
 
 def options_of(tmp_path, *more):
-    """What verl would be called with."""
+    """The arguments with which verl would be called."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nfor each in "$@"; do printf "%s\\n" "$each"; done\n')
     python.chmod(0o755)

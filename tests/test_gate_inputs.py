@@ -1,4 +1,4 @@
-"""What gates are given: corrections, bounds, targets and masks, and what callers compute beside."""
+"""The inputs of gates: corrections, bounds, targets and masks, and those that callers compute."""
 
 import functools
 import itertools

@@ -111,7 +111,7 @@ every_type = pytest.mark.parametrize("name", SAME)
 
 
 def extras(name, batch):
-    """What may be added on both sides: a sampler's weights, the penalty k3 and its corrected form."""
+    """The options that both sides have: a sampler's weights, the penalty k3 and its corrected form."""
     if name.startswith("luspo"):
         return [({}, {})]
     k3 = {"kl": hpo.kl.k3(0.3), "ref_logp": batch.ref}

@@ -272,7 +272,7 @@ def test_a_masked_vocabulary(backend):
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("variant", ["no entropy", "everything", "temperatures"])
 def test_a_batch(variant, backend):
-    """What token_logprobs makes of the logits; hidden states that predict no token of the mask are not read."""
+    """The result of token_logprobs for the logits; hidden states that predict no token of the mask are not read."""
     (hidden, weight, targets, a, b), keywords = head(), VARIANTS[variant]
     mask = torch.arange(COUNT) % 9 > torch.tensor([0, 3, 2, 0, 8]).repeat_interleave(9)
     mask[7] = False

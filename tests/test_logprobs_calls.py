@@ -1,4 +1,4 @@
-"""What surrounds token_logprobs: another entropy, statistics, gradients in place, and batches as models return them."""
+"""The options of token_logprobs: another entropy, statistics, gradients in place, and batches as models return them."""
 
 import math
 

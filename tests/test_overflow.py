@@ -1,4 +1,4 @@
-"""What the README promises of a policy loss about extreme numbers, and about those that are not finite."""
+"""The promises of the README for a policy loss about extreme numbers, and about those that are not finite."""
 
 import math
 

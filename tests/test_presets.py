@@ -42,7 +42,7 @@ def influences(example):
 
 
 def inputs(example, given):
-    """What a preset is given."""
+    """The inputs of a preset."""
     ring = ((0.08, 0.1), (0.13, 0.16))
     of_ring = (example.logp, example.old_logp, example.advantages, example.batch, *ring)
     return {

@@ -1,4 +1,4 @@
-"""What the README promises of a policy loss, each promise one test over all gates of the catalogue on every backend."""
+"""The promises of the README for a policy loss, each one test over all gates of the catalogue on every backend."""
 
 import copy
 import functools
@@ -184,7 +184,7 @@ def test_on_policy_a_gate_without_residual_gives_its_segment_the_mean(name, nati
 
 
 def test_gates_that_drop_the_residual_say_so():
-    """What the tests above go by."""
+    """The facts on which the tests above rely."""
     assert {gate.first_order for gate in (hpo.gates.bpo(), hpo.gates.gbpo())} == {FirstOrder.TARGET}
     first_order = {name: CATALOGUE[f"hierarchy: {name}"].first_order for name in ("step_gspo", "sums", "score")}
     assert first_order == {

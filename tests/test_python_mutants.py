@@ -14,7 +14,7 @@ def mutant(file, before, after, killer, **arguments):
 
 
 class Found:
-    """What ranks find of one computation, made when a test looks at it."""
+    """The results of ranks for one computation, made when a test looks at it."""
 
     def __init__(self, computation):
         self.computation = computation

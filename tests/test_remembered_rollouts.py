@@ -1,4 +1,4 @@
-"""What estimators remember between steps, against plain loops."""
+"""The memory of estimators between steps, against plain loops."""
 
 import functools
 import io

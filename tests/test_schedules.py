@@ -1,4 +1,5 @@
-"""What depends on the course of training, on budgets and on draws: worked numbers, and loops over dictionaries."""
+"""Methods that depend on the course of training, on budgets and on draws: worked numbers, and loops over
+dictionaries."""
 
 import functools
 import itertools

@@ -239,7 +239,7 @@ def outcome(ranks, backends, everything):
 
 @pytest.fixture
 def found(native_backends):
-    """What each of some ranks found."""
+    """The results of each of some ranks."""
 
     def of(ranks):
         results = outcome(ranks, tuple(native_backends), tried("triton", True, False))

@@ -126,7 +126,7 @@ def test_one_group_is_said():
 
 
 def test_estimators_without_groups_need_none():
-    """What they take beside rewards is no ids."""
+    """Their arguments beside rewards are no ids."""
     batch, rewards, logp = hpo.PackedBatch.from_lengths([2, 2]), torch.tensor([1.0, 0.0]), torch.zeros(4)
     run = functools.partial(hpo.hierarchical_policy_loss, logp, None, report=("tokens",), backend="cpu")
     for each in (batch, batch.replace(group_ids=torch.tensor([0, 0]))):

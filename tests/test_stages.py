@@ -69,7 +69,7 @@ def assert_same(got, expected, backend):
 
 
 class Nobody:
-    """What a process has that has no token."""
+    """The inputs of a process without tokens."""
 
     def __init__(self, rows):
         ids = {f"{name}_ids": torch.arange(rows) for name in ("trajectory", "group", "domain")}
@@ -173,7 +173,7 @@ class Joined:
         self._reduce(table, lambda tables: tables.amax(0))
 
 
-# Which segments a balanced one has with others, they do not know.
+# They do not know the segments that a balanced one shares with others.
 JOINED = {
     name: gate for name, gate in THROUGH.items() if name in PLAIN and Aggregate.BALANCED not in aggregates_of(gate)
 }

@@ -23,7 +23,7 @@ def test_every_structure_of_the_catalogue_is_a_path_of_every_backend(backend):
 
 
 def kernels_of(gate, monkeypatch):
-    """What Triton would start for a call: kernels, what they are compiled for, and which arguments exist."""
+    """The launches of Triton for a call: kernels, their structures, and the arguments that exist."""
     started = []
 
     def existing(argument):

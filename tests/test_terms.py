@@ -37,7 +37,7 @@ INF = math.inf
 
 
 def inputs_of(gate, example, seed):
-    """What the gate takes, per row or per token."""
+    """The inputs of the gate, per row or per token."""
     draw = torch.Generator().manual_seed(seed)
     tokens, rows = example.logp.numel(), example.weights.numel()
     given = {}
@@ -62,7 +62,7 @@ def assert_near(got, wanted, backend, near=3e-6):
 
 
 def judged(example, gate, backends, **given):
-    """What each backend computes, by its name, within the budget of the definition: loss, gradient, the losses of
+    """The results of each backend, by its name, within the budget of the definition: loss, gradient, the losses of
     tokens and metrics."""
     call = example.call(gate, **given)
     expected, results = testing.expect_policy_loss(call), {}

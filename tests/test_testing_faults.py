@@ -208,7 +208,7 @@ def test_each_promise_has_a_fault():
 
 @pytest.mark.parametrize(("op", "promise", "kernel"), FAULTS)
 def test_each_promise_can_be_broken(op, promise, kernel):
-    # What a seed draws depends on the modules that are loaded, too, and may miss the fault once in some hundred times.
+    # The draw of a seed depends on the modules that are loaded, too, and may miss the fault once in some hundred times.
     assert any(testing.check(kernel, op, examples=EXAMPLES, only=[promise], seed=seed).broken for seed in range(3))
 
 

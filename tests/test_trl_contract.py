@@ -1,4 +1,5 @@
-"""What HPOTrainer honours and refuses of TRL's configuration, read from TRL's own source: a new field is noticed."""
+"""The fields of TRL's configuration that HPOTrainer honours and refuses, read from TRL's own source: a new field is
+noticed."""
 
 import ast
 import doctest
@@ -21,7 +22,7 @@ trl_config = Lazy("hpo_core.integrations.trl_config")
 
 pytestmark = pytest.mark.peers
 
-# What TRL's loss reads of the trainer and of its config, and who honours it here.
+# The fields that TRL's loss reads of the trainer and of its config, and the functions that honour them here.
 HONOURED = {
     *("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "args.delta"),  # gate_from_config
     *("off_policy_mask_threshold", "args.sapo_temperature_pos", "args.sapo_temperature_neg"),
@@ -141,7 +142,7 @@ GATE, SEQUENCE = {"gate": hpo.gates.dapo()}, {"importance_sampling_level": "sequ
 
 
 def refused_by_row():
-    """What each row of the table of refused fields looks like: arguments of the trainer, and fields of the config."""
+    """The form of each row of the table of refused fields: arguments of the trainer, and fields of the config."""
     of_gates = [
         (GATE, {name: 0.123}) for name in trl_config.module().REPLACED["gate"] if name[:5] in ("sapo_", "vespo")
     ]

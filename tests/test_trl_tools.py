@@ -72,7 +72,7 @@ PLANS = (("right", "right"), ("right", "left"), ("left",), ())  # of the rows of
 
 
 class Scripted:
-    """What the policy writes, turn by turn: an untrained model calls no tool."""
+    """The text that the policy writes, turn by turn: an untrained model calls no tool."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.rows, self.turn = tokenizer, [], 0

@@ -37,7 +37,7 @@ CONFIGURED = ("ppo_clip", "dapo", "cispo", "gspo", "gspo_token", "sapo", "dro")
 
 @pytest.fixture(scope="module", autouse=True)
 def registry():
-    """What the tests register under new names does not stay; what hpo_core registers is there."""
+    """The losses that tests register under new names do not stay; those of hpo_core are there."""
     assert callable(hpo_verl.register)
     before = dict(core_algos.POLICY_LOSS_REGISTRY)
     yield
@@ -417,7 +417,7 @@ def test_a_gate_gets_the_inputs_it_needs():
 
 
 def names_found(variables):
-    """What is registered after an import of verl under these variables of the environment."""
+    """The losses that are registered after an import of verl under these variables of the environment."""
     forget("verl", "hpo_core.integrations")
     os.environ.update(variables)
     importlib.import_module("verl")

@@ -55,7 +55,7 @@ class Padded:
 
 
 class Config(dict):
-    """What verl's estimators read of its configuration."""
+    """The fields of verl's configuration that its estimators read."""
 
     gamma = 0.9
 
@@ -132,7 +132,7 @@ def test_the_baseline_that_counts_valid_tokens_agrees_with_verl():
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_grpo_passk_agrees_with_verl(scaled):
-    """Which raises for a group of one."""
+    """verl raises for a group of one."""
     for seed in range(20):
         padded = Padded(seed)
         ids = torch.arange(8) // 4

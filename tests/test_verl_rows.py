@@ -1,4 +1,4 @@
-"""What losses in verl see of their rows: selections by entropy, made of all rows of an update, of which micro-batches
+"""The rows that losses in verl see: selections by entropy, made of all rows of an update, of which micro-batches
 take those of their rows; prompts; log-probabilities of the sampler and of the reference."""
 
 import functools
@@ -63,7 +63,7 @@ def worker_of(config):
 
 
 def updated(batch, config, micro_batches, updates=1):
-    """What a worker computes in each update, whose rows it splits: the sum of losses and of gradients."""
+    """The results of a worker in each update, whose rows it splits: the sum of losses and of gradients."""
 
     def train_mini_batch(self, data):
         parts = []

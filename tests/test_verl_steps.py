@@ -70,7 +70,7 @@ class Runs:
         return tokens
 
     def output(self, run, row, **extra):
-        """What an agent loop returns."""
+        """The result of an agent loop."""
         return agent_loop.AgentLoopOutput(
             prompt_ids=[1] * PROMPT, response_ids=[5] * LENGTH, response_mask=self.masks[run][row],
             reward_score=self.rewards[run], metrics={}, extra_fields=extra,

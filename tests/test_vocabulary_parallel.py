@@ -186,7 +186,7 @@ class Counted:
 
 
 def together(logits, targets, **over):
-    """What goes with ranks: a support, an entropy at a temperature of its own, a batch."""
+    """The options that go with ranks: a support, an entropy at a temperature of its own, a batch."""
     mask = targets != IGNORED
     mask[0], mask[6] = False, False
     batch = hpo.PackedBatch(torch.tensor([0, 6, ROWS]), mask)
@@ -232,7 +232,7 @@ def compute_a_head(rank):
 
 
 def compute(rank):
-    """What one rank finds, for the tests to look at."""
+    """The results of one rank, for the tests to look at."""
     group, world = dist.group.WORLD, dist.get_world_size()
     found = {**compute_the_reference(rank), **compute_a_head(rank)}
     mine, over = part_of(rank)
@@ -317,7 +317,7 @@ def message_of(run):
 
 @pytest.fixture(scope="module")
 def found():
-    """What each rank of each world found; what distributed tensors import is imported before processes fork."""
+    """The results of each rank of each world; modules of distributed tensors are imported before processes fork."""
 
     return {world: on_ranks(world, compute) for world in SIZES}
 

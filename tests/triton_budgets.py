@@ -1,4 +1,4 @@
-"""What tests/test_triton_compile.py holds the compiled Triton kernels to, by path and kernel."""
+"""The limits of compiled Triton kernels in tests/test_triton_compile.py, by path and kernel."""
 
 import importlib.metadata
 

@@ -99,7 +99,7 @@ def environment(*modules):
 
 
 def actors(ranks, folder, *names, modules=()):
-    """What the ranks of verl's actor have computed, a dictionary for each."""
+    """The results of the ranks of verl's actor, a dictionary for each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -11,7 +11,7 @@ HPO_DECLARE_KERNELS(HPO_ISA)
 namespace hpo::HPO_ISA {
 namespace {
 
-// What a tile of n tokens has. A token is a member if its byte is not 0 and its two numbers are finite.
+// The numbers of a tile of n tokens. A token is a member if its byte is not 0 and its two numbers are finite.
 class Tile {
  public:
   int n;

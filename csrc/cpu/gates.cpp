@@ -10,7 +10,7 @@
 //   gates_call.h     the parts of a call that no gate changes
 //   gates_tokens.h   gates on tokens
 //   hierarchy.cpp    gates on several levels at once, hierarchy_tokens.h their tokens
-//   here             one call from begin to end
+//   this file        one call from begin to end
 #include "gates_tokens.h"
 #include "kernels.h"
 #include "row_advantages.h"
@@ -38,7 +38,7 @@ struct Workspace {
   }
 };
 
-// loss and grad of one tile.
+// The loss and the gradient of one tile.
 struct Gate {
   TokenGateLoop token_loop;
 

@@ -239,7 +239,7 @@ static_assert(kFixedPoint == 4294967296.0, "what FixedSum is modulo of");
 struct PreClip {
   float low[2], high[2];
 
-  // What it gives is no larger than what it may be given.
+  // Its output is no larger than its input may be.
   bool narrows() const {
     bool all_within = true;
     for (int sign = 0; sign < 2; ++sign) all_within &= low[sign] <= kStatisticSaturation && high[sign] >= -kStatisticSaturation;
@@ -247,7 +247,7 @@ struct PreClip {
   }
 };
 
-// What the first sweep does besides: it keeps ratios, or adds up something else than log-ratios.
+// The other work of the first sweep: it keeps ratios, or adds up another function than log-ratios.
 enum class FirstSweep { plain, keeps_ratios, clips, deviates };
 
 // Up to it deviations of ratios from 1 are within kStatisticSaturation, too.

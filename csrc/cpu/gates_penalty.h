@@ -1,4 +1,4 @@
-// The penalty on the distance from a reference policy, and what is reported about that distance.
+// The penalty on the distance from a reference policy, and the metrics of that distance.
 #pragma once
 #include "gates_tile.h"
 
@@ -24,7 +24,7 @@ inline void add_reference_statistics(const float* __restrict logp, const float* 
 }
 
 // Adds w c beta k(s) to the gradient and the sums, and c beta k(s) to the loss of each token where that is wanted; s is in
-// tile.ratio. A token that pays nothing has no value and no slope: what is left of them may be infinite.
+// tile.ratio. A token that pays nothing gets zeros by selection: its own value and slope may be infinite.
 inline void add_penalty(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, float* grad,
                         float* token_loss, Partial& partial) {
   const PolicyLossArgs& args = call.args;

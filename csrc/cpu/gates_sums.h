@@ -123,7 +123,7 @@ HPO_INLINE void for_each_vector(int begin, int end, const Step& step, const EndR
   }
 }
 
-// The same where nothing is added up: step(i, own, whole).
+// The same for loops that add nothing up: step(i, own, whole).
 template <class Step>
 HPO_INLINE void for_each_vector(int begin, int end, const Step& step) {
   int i = begin / kWidth * kWidth;
@@ -194,7 +194,7 @@ struct LogRatioSums {
     }
   }
 
-  // None NaN, none so large that anything saturates.
+  // Whether no log-ratio is NaN or so large that anything saturates.
   bool ordinary() const {
     int32_t exceptions = 0;
     for (int lane = 0; lane < kLanes; ++lane) {

@@ -243,7 +243,8 @@ inline void load_log_ratios(const PolicyLossArgs& args, int64_t first, int n, Ti
   sums.add_to(partial);
 }
 
-// Which valid tokens count in the policy term: those with a finite coefficient that the token mask and the window let pass.
+// Chooses the valid tokens that count in the policy term: those with a finite coefficient that the token mask and the window
+// let pass.
 inline void choose(const Call& call, int64_t first, int n, bool doubtful, Tile& tile, Partial& partial) {
   const PolicyLossArgs& args = call.args;
   tile.chosen = tile.kind;

@@ -97,7 +97,7 @@ struct FastReference {
   }
 };
 
-// What rows say about the tokens of a vector.
+// The numbers of rows for the tokens of a vector.
 struct RowNumbers {
   Ints kind;  // of the sign that all tokens of a row have, if they have one
   Floats coefficient, weight;
@@ -111,14 +111,14 @@ struct RowNumbers {
   }
 };
 
-// What the policy term of a token is made of, see head_term.
+// The inputs of the policy term of a token, see head_term.
 struct TermInputs {
   Ints kind;
   Floats coefficient, kept, target;
 };
 
-// What the tokens of a call have: anything, or as those of the most common calls nothing, a reference policy alone, weights
-// alone, or targets alone.
+// The optional inputs of a call: any of them, or as in the most common calls none, a reference policy alone, weights alone, or
+// targets alone.
 enum class Given { anything, nothing, reference, weights, targets };
 
 inline Given given(const PolicyLossArgs& args) {

@@ -13,7 +13,7 @@ struct Bounds {
   const float *token_low, *token_high;  // [tile]
 };
 
-// Which of the bounds a loop reads.
+// The bounds that a loop reads.
 enum class BoundsKind { none, by_sign, by_token };
 
 inline Bounds tile_bounds(const Call& call, int64_t first) {

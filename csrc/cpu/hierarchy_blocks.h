@@ -1,4 +1,4 @@
-// What is done to the tokens of one block of a leaf: measured, gated, and given their share of what comes back through
+// The sweeps over the tokens of one block of a leaf: they are measured, gated, and given their share of the gradients of
 // aggregates.
 #pragma once
 #include "hierarchy_leaves.h"
@@ -54,7 +54,7 @@ struct Scratch {
   Partial counted;  // what later sweeps count once more
 };
 
-// What is done to the tokens of one block.
+// The sweeps over the tokens of one block.
 struct Sweeps {
   const Calls& calls;
   const Leaves& leaves;

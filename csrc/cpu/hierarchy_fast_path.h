@@ -27,7 +27,7 @@ struct OpenLevels {
   }
 };
 
-// Which tokens of a block pass their own gate, and which fall, by vector.
+// The tokens of a block that pass their own gate, and those that fall, by vector.
 struct OpenTokens {
   MaskPair inside_and_falling[(kChunk + 2 * kLanes) / kWidth];
 };

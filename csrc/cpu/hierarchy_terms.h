@@ -224,7 +224,7 @@ struct TokenBounds {
 using FastLoop = GateCounts (*)(const TermPlan&, const LeafGate&, const TokenBounds&, const PolicyLossArgs&, int64_t first,
                                 int64_t row, const float* weights, TokenTerms&, float* loss, float* grad, int n);
 
-// What the advantages say about the tokens of a vector.
+// The signs of the advantages of a vector of tokens.
 struct SignedTokens {
   Ints negative, kind;
   Floats advantage, low, high;

@@ -117,7 +117,7 @@ inline bool has_bounds_of_both_signs(const Hierarchy& hierarchy) {
   return hierarchy.token_low[0] == hierarchy.token_low[1] && hierarchy.token_high[0] == hierarchy.token_high[1];
 }
 
-// Which loss and gradient every call computes, and what its loops need.
+// The loss and gradient that a call computes, and the needs of its loops.
 struct TokenPlan {
   const Hierarchy& hierarchy;
   TermPlan term;

@@ -1,4 +1,4 @@
-// What a call under a hierarchy keeps between its sweeps.
+// The tables that a call under a hierarchy keeps between its sweeps.
 #pragma once
 #include "hierarchy_leaves.h"
 #include "hierarchy_tokens.h"
@@ -24,7 +24,7 @@ struct LevelGrads {
   }
 };
 
-// What the sweeps over a block leave to those that follow.
+// The results of a sweep over a block that later sweeps read.
 struct BlockResult {
   const LogRatios& log_ratios;
   const bool fast;  // later sweeps may take the fast path in all tiles

@@ -1,11 +1,11 @@
-// What is the same for a token under every gate once its own term is known: the penalty, its loss by itself, the metrics.
+// The part of a token's work that is the same under every gate: the penalty, its loss by itself, the metrics.
 #pragma once
 #include "gates_totals.cuh"
 
 namespace hpo {
 
-// What a gate makes of a token, whether that counts or not: its share of the loss, d loss / d logp, and the side on which a
-// gate clipped it.
+// The output of a gate for a token, whether the token counts or not: its share of the loss, d loss / d logp, and the side on
+// which the gate clipped it.
 struct Outcome {
   float loss, grad;
   bool below, above;
@@ -77,7 +77,7 @@ __device__ __forceinline__ bool sweeps_at_once(const Gate& gate, const RowTerms&
   return !gate.args.token_loss & is_sound<REFERENCE, EXTRAS>(gate, row, inputs);
 }
 
-// What a head that multiplies by logp makes of the losses of such a vector.
+// The losses of such a vector under a head that multiplies by logp.
 __device__ __forceinline__ void score(const Gate& gate, const Inputs<4>& inputs, Shares<4>& shares) {
   if (gate.structure.head != Head::score) return;
 #pragma unroll

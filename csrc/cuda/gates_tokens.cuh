@@ -13,7 +13,7 @@ __device__ __forceinline__ T by_sign(const T (&pair)[2], bool negative) {
   return negative ? pair[1] : pair[0];
 }
 
-// What a kernel reads besides log-probabilities, masks and numbers of rows: inputs that few calls have, and of these also a
+// The inputs of a kernel beside log-probabilities, masks and numbers of rows: none, those that few calls have, or these and a
 // correction. A specialisation each keeps them out of the registers of the others.
 constexpr int kNoExtras = 0, kExtras = 1, kCorrected = 2;
 

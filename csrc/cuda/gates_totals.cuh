@@ -42,7 +42,7 @@ __device__ constexpr int kPlaceOf[kMetrics] = {kCounts,           // kTokens
                                                -1,
                                                -1};
 
-// What a lane adds up over one tile.
+// The sums of a lane over one tile.
 struct TileTotals {
   HPO_SHARED_POINTER(int) events;  // [kMetrics], of the block: what is rare takes no registers
   float sums[8];
@@ -54,7 +54,7 @@ struct TileTotals {
 
   __device__ __forceinline__ void count(Count what, bool yes) { counts[what / 4] += yes ? one(what) : 0u; }
 
-  // What is added is the same for all tokens of a row whose advantages have one sign.
+  // The addend is the same for all tokens of a row whose advantages have one sign.
   __device__ __forceinline__ void count_clipped(bool negative, bool below, bool above) {
     counts[1] += below ? (negative ? one(kLowNegative) : one(kLowPositive)) : 0u;
     counts[1] += above ? (negative ? one(kHighNegative) : one(kHighPositive)) : 0u;
@@ -68,7 +68,7 @@ struct TileTotals {
   }
 };
 
-// What the tokens of a vector add to the loss.
+// The shares of the tokens of a vector in the loss.
 template <int WIDTH>
 struct Shares {
   float loss[WIDTH], penalty[WIDTH];

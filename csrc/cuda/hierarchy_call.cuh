@@ -33,7 +33,7 @@ struct Workspace {
   }
 };
 
-// Which function of log-ratios is aggregated. Kernels are compiled for each, and for gates with a balanced level, because
+// The function of log-ratios that is aggregated. Kernels are compiled for each, and for gates with a balanced level, because
 // registers are short. kParts: log-ratios, in two channels; kTerm: one of the others, as the call says.
 enum Entering { kLogRatio, kPreGated, kMeanExp, kParts, kTerm };
 

@@ -6,7 +6,7 @@
 
 namespace hpo {
 
-// What the tokens of a call read.
+// The inputs of the tokens of a call.
 struct TokenCall {
   Gate gate;
   Hierarchy hierarchy;
@@ -34,7 +34,7 @@ struct TokenCall {
   }
 };
 
-// What the gate of a call is, which the sweep is compiled for.
+// The kind of the gate of a call, for which the sweep is compiled.
 enum GateKind {
   kPlainGate,    // levels of one channel, a clip of the residual of tokens
   kSettledGate,  // tokens drop their residual, and what they receive through aggregates is known before the sweep

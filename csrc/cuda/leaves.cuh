@@ -10,7 +10,7 @@
 
 namespace hpo {
 
-// Which leaves count, as the checking blocks tell the others.
+// The leaves that count, as the checking blocks tell the others.
 struct Counted {
   int64_t* begin;  // [leaves]: of the leaves that count, where not all do
   int* list;  // [leaves]: these leaves

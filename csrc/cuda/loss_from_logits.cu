@@ -19,7 +19,7 @@ struct Call {
   TokenCall tokens;
 };
 
-// What the token of a row of logits has besides its log-probability.
+// The inputs of the token of a row of logits beside its log-probability.
 struct Given {
   int row;  // -1: the token is in none
   RowTerms terms;

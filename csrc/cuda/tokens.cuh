@@ -15,7 +15,7 @@ struct Vector {
 
   __device__ __forceinline__ bool has(int i) const { return inside >> i & 1; }
 
-  // What is read for i: token + i, or a neighbour in the range. A load behind a condition would cost more registers.
+  // The token that is read for i: token + i, or a neighbour in the range. A load behind a condition would cost more registers.
   __device__ __forceinline__ int64_t at(int i) const { return token + min(max(i, from), to - 1); }
 
   __device__ __forceinline__ Vector<1> only(int i) const { return {token + i, 0, 1, inside >> i & 1, false}; }

@@ -1,5 +1,5 @@
-// What kernels see of the emulated device: indices, waiting, shared memory and launches. The rest, machine.h, is compiled once
-// and without the hooks at every memory access that kernels have (memory_model.h).
+// The part of the emulated device that kernels see: indices, waiting, shared memory and launches. The rest, machine.h, is
+// compiled once and without the hooks at every memory access that kernels have (memory_model.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>

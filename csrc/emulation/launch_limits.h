@@ -1,4 +1,4 @@
-// What a launch on the emulated device may ask for.
+// The limits of a launch on the emulated device.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -12,7 +12,7 @@ inline std::string text(uint3 index) {
   return "(" + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z) + ")";
 }
 
-// What a launch asks for that is too much; empty if it can begin.
+// The limit that a launch exceeds, in words; empty if it can begin.
 inline std::string limit_broken_by(dim3 grid, dim3 block, size_t dynamic_bytes, bool together) {
   const size_t threads = size_t(block.x) * block.y * block.z, blocks = size_t(grid.x) * grid.y * grid.z;
   const int room = std::max(1, processors() * 3 / 4);

@@ -1,4 +1,4 @@
-// Which writes of other blocks a read may rely on. Kernels call it at every access to global memory of at least four bytes,
+// The writes of other blocks on which a read may rely. Kernels call it at every access to global memory of at least four bytes,
 // because they are compiled with the hooks of -fsanitize=thread (machine.cpp), behind which stands this model instead.
 //
 // A write of another block in the same launch is visible behind a grid barrier; or if a thread of its block, the writing one or
@@ -7,7 +7,8 @@
 // could return an old value on a GPU, and fails here. A word that is read through the read-only path must not be written in the
 // launch at all.
 //
-// What an atomic operation saw is not followed exactly: one on a word of another block sees what all blocks have released.
+// The value that an atomic operation saw is not followed exactly: one on a word of another block sees what all blocks have
+// released.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -63,7 +64,7 @@ class MemoryModel {
     write(block, thread, word);
   }
 
-  // What is wrong with the access; empty if nothing is.
+  // The fault of the access, in words; empty if there is none.
   std::string write(size_t block, size_t thread, uintptr_t address, size_t bytes) {
     for (size_t at = 0; at < bytes; at += kWord) {
       Cell& word = cell(address + at);

@@ -165,7 +165,7 @@ def hiper(
     low_behind = torch.where(cut, low, torch.where(closes, steps.following(high), steps.following(low)))
     difference = reward + gamma * low_behind - low
     streams = [inside(difference, gamma * low_lam)]
-    # What a segment is worth at each of its turns, V_high of the next one included.
+    # The worth of a segment at each of its turns, V_high of the next one included.
     worth = inside(reward + gamma * torch.where(closes, high_behind, 0.0), gamma)
     # gamma^n and the next segment's difference reach a turn through those between.
     gains = torch.full_like(reward, gamma).masked_fill(closes, gamma * high_lam)

@@ -121,7 +121,7 @@ def _group(process_group: torch.distributed.ProcessGroup | None) -> Any:
 
 
 def _everywhere(group: torch.distributed.ProcessGroup, of_rewards: str | None, name: str, given: Any) -> Any:
-    """What belongs to units, of the units of all ranks; the rest as it is, that named ``of_rewards`` too.
+    """The arguments that belong to units, of the units of all ranks; others as they are, that named ``of_rewards`` too.
 
     Not a closure that calls itself: the cycle would keep the process group, and its threads, beyond its destruction.
     """

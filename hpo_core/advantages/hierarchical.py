@@ -305,7 +305,7 @@ def hbpo(
     scored = scorable(lengths, torch.isfinite(budgets))
     most = longest if as_code else b.clamp(min=longest)  # within a budget above L is f2, too
     reward = torch.where(is_correct & (n <= most), reward, 0.0)
-    # What a budget's mean lacks is taken unit by unit: where nothing lacks it is exactly 0.
+    # The lack of a budget's mean is taken unit by unit: without one it is exactly 0.
     rewards, gaps = (
         as_advantages(torch.where(scored, each, torch.nan), lengths, backend) for each in (reward, reward - within)
     )

@@ -16,7 +16,7 @@ from .terms import about_group, as_advantages, estimator, known, members_of, sco
 
 
 class BetaTracker(NamedTuple):
-    """What is remembered of each prompt's success rate: alpha and beta of a Beta distribution, ``[P]`` float32 each.
+    """The memory of each prompt's success rate: alpha and beta of a Beta distribution, ``[P]`` float32 each.
 
     It pickles, and loads with ``weights_only=True``.
     """
@@ -126,7 +126,7 @@ def spo_single_stream(
 
 
 class GroupHistory(NamedTuple):
-    """What DCPO remembers of each prompt ``[P]``: steps seen, and mean and variance over all of them.
+    """The memory that DCPO has of each prompt ``[P]``: steps seen, and mean and variance over all of them.
 
     It pickles, and loads with ``weights_only=True``.
     """
@@ -169,21 +169,21 @@ class GroupHistory(NamedTuple):
 
 
 class DcpoAdvantages(NamedTuple):
-    """What :func:`dcpo` returns."""
+    """The result of :func:`dcpo`."""
 
     advantages: torch.Tensor  # [S] float32
     history: GroupHistory  # with this step in it, for the next one
 
 
 class DeGrpoAdvantages(NamedTuple):
-    """What :func:`de_grpo` returns."""
+    """The result of :func:`de_grpo`."""
 
     advantages: torch.Tensor  # [S] float32
     utility: torch.Tensor  # [P] with this step in it, for the next one
 
 
 class RoleAdvantages(NamedTuple):
-    """What :func:`rae` returns."""
+    """The result of :func:`rae`."""
 
     advantages: torch.Tensor  # [S] float32
     baselines: torch.Tensor  # [P] with these games in them, for the next ones
@@ -380,7 +380,7 @@ def _places(places: torch.Tensor, memory: torch.Tensor, scored: torch.Tensor) ->
 
 
 def _read(memory: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """What the memory ``[P]`` has at places ``[S]``; behind it 0."""
+    """The entries of the memory ``[P]`` at places ``[S]``; behind it 0."""
     return torch.cat((memory, memory.new_zeros(1)))[places]
 
 

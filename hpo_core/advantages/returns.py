@@ -79,7 +79,8 @@ def once(steps: Chains) -> torch.Tensor:
 def finished_tokens(
     exact: torch.Tensor, token_rewards: torch.Tensor, valid: torch.Tensor, whitened: bool, backend: str | None
 ) -> torch.Tensor:
-    """What was computed in float64, whitened over valid tokens where asked; an offset of all costs no digits."""
+    """The values that were computed in float64, whitened over valid tokens where asked; an offset of all costs no
+    digits."""
     if not whitened:
         return as_advantages(known(exact), token_rewards, backend)
     advantages = about_group(exact, token_rewards, None, mask=valid, backend=backend)

@@ -1,4 +1,5 @@
-"""Which rollouts to train on: ``[S]`` bool; of each group exactly k, or all where it has no more, or whole groups.
+"""Selections of rollouts to train on: ``[S]`` bool; of each group exactly k, or all where it has no more, or whole
+groups.
 
 Pass the result as ``mask`` of an estimator, or leave the others out of the batch (``PackedBatch.select``). Of equal
 units the first are the lowest, so that the choice depends on nothing else.

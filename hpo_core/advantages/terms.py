@@ -13,7 +13,7 @@ import torch
 from .. import ops
 from ..arguments import as_float, check_choice, constant, constants, examines, parameter_names
 from ..batch import takes_padded
-from ..checks import check, check_floating, check_shape, check_units, require_type
+from ..checks import check, check_floating, check_shape, check_units, keeps_doubles, require_type
 from ..distributed import ranks, sum_in_order, sum_of_ranks
 from ..reference.advantages import group_normalise
 from ..segments import GroupStatistics, statistics
@@ -69,8 +69,7 @@ def combine(
         check_units(values=term.values, ids=term.ids, weights=term.weights)
         check_shape("values", term.values, first.shape, "[U] (that of the first term)")
     check_units(values=first, mask=mask, apply_mask=apply_mask)
-    exact = backend == "reference"
-    number = functools.partial(constant, keeps_doubles=exact)
+    number = functools.partial(constant, backend=backend)
     inputs = GroupInputs(
         tuple(number(term.values) for term in terms),
         _once([term.ids for term in terms], lambda ids: ids.to(torch.int64).contiguous()),
@@ -81,7 +80,7 @@ def combine(
     spec = GroupNormalisation(tuple(term.rule for term in terms), share, share_eps, share_least)
     if ranks() is not None:  # the statistics are those of all ranks, the rest is a unit's own
         return group_normalise(inputs, spec, functools.partial(statistics, backend=backend))
-    if exact:
+    if keeps_doubles(backend):
         return group_normalise(inputs, spec)
     return ops.group_normalise(inputs, spec, backend)
 
@@ -133,12 +132,12 @@ def is_published(estimator: Callable[..., Any]) -> bool:
 
 
 def level_of(estimator: Callable[..., Any]) -> str:
-    """What an estimator's advantages belong to."""
+    """The level of an estimator's advantages."""
     return str(_mark(estimator, "level", "row"))
 
 
 def name_of(estimator: Callable[..., Any]) -> str:
-    """What errors call an estimator."""
+    """The name of an estimator in errors."""
     return str(_mark(estimator, "__name__", "estimator"))
 
 
@@ -248,8 +247,8 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def as_advantages(exact: torch.Tensor, rewards: torch.Tensor, backend: str | None) -> torch.Tensor:
-    """What was computed in float64 in the precision of the result: float32, or what the reference was given."""
-    return exact.to(rewards.dtype if backend == "reference" else torch.float32)
+    """Numbers of float64 in the precision of the result: float32, or that of the rewards of the reference."""
+    return exact.to(rewards.dtype if keeps_doubles(backend) else torch.float32)
 
 
 def about_group(
@@ -261,7 +260,7 @@ def about_group(
     mask: torch.Tensor | None = None,
     backend: str | None,
 ) -> torch.Tensor:
-    """What was computed in float64, minus the least of its group: float32 keeps what tells members apart, whatever
+    """Numbers of float64, minus the least of their group: float32 keeps what tells members apart, whatever
     offset they share. A group of one keeps its value."""
     group = statistics(exact, ids, weights=weights, mask=mask, backend=backend)
     return as_advantages(exact - torch.where(group.members > 1, group.least, 0.0), rewards, backend)
@@ -273,7 +272,7 @@ def known(values: torch.Tensor) -> torch.Tensor:
 
 
 def scorable(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Which units ``[U]`` of the mask have a value that says something."""
+    """The units ``[U]`` of the mask whose value is finite."""
     return torch.isfinite(values) if mask is None else torch.isfinite(values) & mask
 
 
@@ -288,5 +287,5 @@ def grouped(units: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
 
 
 def members_of(values: torch.Tensor, group: GroupStatistics, mask: torch.Tensor | None) -> torch.Tensor:
-    """Which units ``[U]`` entered the statistics of these values."""
+    """The units ``[U]`` that entered the statistics of these values."""
     return scorable(values, mask) & (group.members > 0)

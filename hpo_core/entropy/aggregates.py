@@ -10,7 +10,7 @@ import torch
 from .. import ops
 from ..arguments import check_choice, examines
 from ..batch import PackedBatch, as_batch
-from ..checks import check, check_device, check_precise, check_shape, require_type
+from ..checks import check, check_device, check_precise, check_shape, keeps_doubles, require_type
 from ..specs import Boundary, Invalid, WindowAggregate
 
 _AGGREGATES = {each.name.lower(): each for each in WindowAggregate}
@@ -104,7 +104,7 @@ def window_aggregate(
     tensor([3., 5., -inf, 9., -inf])
     """
     batch = as_batch(batch)
-    flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
+    flat = flat_values("values", values, batch, backend)
     rules = (BOUNDARIES[window.boundary], INVALID[window.invalid], _AGGREGATES[window.aggregate], backend)
     spans = batch.once(PackedBatch.spans)
     return ops.window_score(flat, batch.mask, spans, window.first, window.last, *rules).reshape(values.shape)
@@ -132,7 +132,7 @@ def window_mean(
     return window_aggregate(values, batch, Window(first, last, "mean", boundary, invalid), backend=backend)
 
 
-def flat_values(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype: bool) -> torch.Tensor:
+def flat_values(name: str, tensor: torch.Tensor, batch: PackedBatch, backend: str | None) -> torch.Tensor:
     """A checked constant ``[T]`` from values ``[T]`` or ``[B, L]``; the reference keeps their precision."""
     check_precise(name, tensor)
     shape = batch.padded_shape or (batch.total_tokens,)
@@ -141,7 +141,7 @@ def flat_values(name: str, tensor: torch.Tensor, batch: PackedBatch, keep_dtype:
     check_device(name, tensor, batch.device, "the batch")
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat if flat.dim() == 1 else flat.reshape(-1)
-    return flat if keep_dtype else flat.float().contiguous()
+    return flat if keeps_doubles(backend) else flat.float().contiguous()
 
 
 def check_offsets(first: int, last: int) -> None:

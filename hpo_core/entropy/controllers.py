@@ -22,7 +22,7 @@ from .signals import preset
 
 
 class ControlledCoefficient(NamedTuple):
-    """What a controller of one coefficient returns, 0-dim each."""
+    """The result of a controller of one coefficient, 0-dim each."""
 
     state: torch.Tensor  # for the next step
     coefficient: torch.Tensor  # for the loss of this one

@@ -201,7 +201,7 @@ def seed_grpo(
         cluster_ids = among(cluster_ids, torch.isfinite(mean_logp))
     surprise = _surprise(cluster_ids, group_ids, mean_logp, per_cluster=not as_code, backend=backend)
     size = statistics(torch.ones_like(advantages), group_ids, mask=cluster_ids >= 0, backend=backend).members
-    most = constant(torch.where(size > 1, size, math.e).log(), keeps_doubles=backend == "reference")  # as their mean is
+    most = constant(torch.where(size > 1, size, math.e).log(), backend)  # as their mean is
     share = alpha * surprise / most
     factor = torch.where(size > 1, 1 / (1 + share) if as_code else 1 - share, 1.0)
     return as_advantages(known(advantages.detach().double() * factor), advantages, backend)
@@ -221,7 +221,7 @@ def _surprise(
     mass = units
     if mean_logp is not None:
         most = statistics(mean_logp, groups, mask=cluster_ids >= 0, backend=backend).greatest
-        mass = constant((mean_logp.double() - most).exp(), keeps_doubles=backend == "reference")
+        mass = constant((mean_logp.double() - most).exp(), backend)
     of_cluster = statistics(units, dense_ids(groups, cluster_ids), weights=mass, backend=backend)
     known_unit = of_cluster.members > 0
     of_group = statistics(units, groups, weights=mass, mask=known_unit, backend=backend).weight

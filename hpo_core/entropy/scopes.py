@@ -57,7 +57,7 @@ def segment_aggregate(
     """
     batch = as_batch(batch)
     check_choice("aggregate", aggregate, _AGGREGATES)
-    flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
+    flat = flat_values("values", values, batch, backend)
     if isinstance(level, torch.Tensor):
         segment, count = _numbers(_integers("level", level, flat.numel(), "[T] (one per token)", batch), None)
     else:
@@ -114,7 +114,7 @@ def quantiles(
     """
     batch = as_batch(batch)
     require_type(isinstance(rule, OrderRule), "rule: expected an OrderRule, got {!r}", rule)
-    flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
+    flat = flat_values("values", values, batch, backend)
     q = exact_fraction("quantile", quantile).as_integer_ratio()
     if _stays_with_its_rank(batch, scope):
         process_group = None
@@ -164,7 +164,7 @@ def top_k(
     tensor([False,  True, False,  True, False])
     """
     batch = as_batch(batch)
-    flat = flat_values("values", values, batch, keep_dtype=backend == "reference")
+    flat = flat_values("values", values, batch, backend)
     if _stays_with_its_rank(batch, scope):
         process_group = None
     scoping = _scoping(batch, scope, scopes, process_group, by_row=uid is not None)

@@ -15,7 +15,7 @@ from ..kl import KLPenalty
 
 
 class Selection(NamedTuple):
-    """Which tokens count, how much, and under which bounds: ``[T]`` (or ``[B, L]``) tensors, each of them or None.
+    """The tokens that count, their weights and their bounds: ``[T]`` (or ``[B, L]``) tensors, each of them or None.
 
     All are constants of the differentiation, made by the presets of :mod:`hpo_core.entropy` or by the caller.
 

@@ -17,7 +17,7 @@ import torch.distributed
 from .. import ops
 from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, check_units
+from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, check_units, keeps_doubles
 from ..distributed import spanned
 from ..segments import GroupStatistics, statistics
 from ..specs import OrderRule, Provenance
@@ -183,7 +183,7 @@ def means_of_segments(
     Segments are places in the batch, which mean nothing on another rank, so their statistics never span ranks.
     """
     padded = torch.nn.functional.pad
-    values = values if backend == "reference" else values.float()
+    values = values if keeps_doubles(backend) else values.float()
     known = padded(values, (0, count)).contiguous()
     ids = torch.cat((ids, torch.arange(count, device=ids.device)))  # one more unit per segment, which is no member
     table = ops.group_statistics(known, ids, None, padded(members, (0, count)), backend)[:, values.numel() :]

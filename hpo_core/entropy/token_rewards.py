@@ -115,11 +115,11 @@ def _shared(
     """The rewards of units, whose mean is over those with equal ids ``sharers``, and the deviation over those with
     equal ``outcome``, with ddof 0: ``[U]`` float64, 0 where a unit is no member, or where all rewards are equal."""
     u = torch.where(right, entropy, 1 / entropy.clamp(min=_LEAST))
-    u = constant(u, keeps_doubles=backend == "reference")  # what is averaged: equal numbers are equal to their mean
+    u = constant(u, backend)  # what is averaged: equal numbers are equal to their mean
     mean = statistics(u, sharers, mask=members, backend=backend).mean
     part = alpha[1] * (torch.where(mean > 0, u / mean, 1.0) - 1)
     if normalised:  # without the size that they share, beside which float32 would lose what tells rewards apart
-        part = constant(torch.where(right, part, -part), keeps_doubles=backend == "reference")
+        part = constant(torch.where(right, part, -part), backend)
         of_outcome = statistics(part, outcome, mask=members, backend=backend)
         deviation = of_outcome.deviation(0)
         rewards = torch.where(deviation > 0, (part.double() - of_outcome.mean) / deviation, 0.0)

@@ -17,7 +17,7 @@ from .. import ops
 from ..arguments import Short, check_choice, check_flag, check_member, examines
 from ..backends import choice, is_reference
 from ..batch import PackedBatch, as_batch
-from ..checks import check, check_precise, check_shape, require_type
+from ..checks import check, check_precise, check_shape, keeps_doubles, require_type
 from ..distributed import check_is_step
 from ..specs import INDEX_RULES, OrderRule, Provenance, WindowAggregate
 from .aggregates import BOUNDARIES, INVALID, Window, flat_values
@@ -92,7 +92,7 @@ class EntropyWindow(Short):
     ) -> torch.Tensor:
         """The windowed means ``[T]`` that are compared, -inf where undefined."""
         batch = as_batch(batch)
-        flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
+        flat = flat_values("entropy", entropy, batch, backend)
         rows = batch.cu_seqlens if self.first == self.last == 0 else batch.once(PackedBatch.spans)
         rules = (BOUNDARIES[self.boundary], INVALID[self.invalid], WindowAggregate.MEAN)
         return ops.window_score(flat, batch.mask, rows, self.first, self.last, *rules, backend)
@@ -137,7 +137,7 @@ class EntropyWindow(Short):
         of all ranks are one scope: three all-reduces of at most 16 KiB."""
         check_precise("score", score)
         score = score.detach().flatten()
-        if backend != "reference":
+        if not keeps_doubles(backend):
             score = score.float().contiguous()
         quantile = self.quantile.as_integer_ratio()
         if process_group is None:
@@ -234,7 +234,7 @@ class EntropyWindow(Short):
     def _compared(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> _Compared:
         """The values compared with the threshold: scores, or entropies themselves for windows of one token."""
         if self.first == self.last == 0:
-            flat = flat_values("entropy", entropy, batch, keep_dtype=backend == "reference")
+            flat = flat_values("entropy", entropy, batch, backend)
             return flat, batch.mask, batch.cu_seqlens
         return self.score(entropy, batch, backend=backend), None, None
 

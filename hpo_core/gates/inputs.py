@@ -1,4 +1,4 @@
-"""What some gates are given beside the batch: bounds per token, masks, targets, each as ``gate_inputs=`` of the loss.
+"""The inputs of some gates beside the batch: bounds per token, masks, targets, each as ``gate_inputs=`` of the loss.
 
 These are constants of the differentiation, made once per optimiser step from whole batches, in plain PyTorch. Nothing
 here synchronises, and nothing is read at masked positions. With a padded batch, tensors ``[T]`` may be ``[B, L]``.

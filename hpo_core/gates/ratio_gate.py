@@ -140,7 +140,7 @@ class RatioGate(Short):
     penalty: Penalty = Penalty.NONE
     penalty_coefficient: float = 0.0
     needs: tuple[tuple[str, str], ...] = ()
-    # What a gate computes does not depend on these, so gates that differ in them alone are equal.
+    # Results of a gate do not depend on these, so gates that differ in them alone are equal.
     source: str = field(default="", repr=False, compare=False)
     provenance: Provenance | None = field(default=None, repr=False, compare=False)
     # Made once: every loss call asks for them.
@@ -302,8 +302,8 @@ class RatioGate(Short):
 
     @property
     def first_order(self) -> FirstOrder:
-        """Which promise the on-policy gradient of the policy term keeps, where no correction takes the token out; that
-        of a segment under Head.TARGET where the target lies on A's side of 1."""
+        """The promise that the on-policy gradient of the policy term keeps, where no correction takes the token out;
+        that of a segment under Head.TARGET where the target lies on A's side of 1."""
         if self.head is Head.NEGATIVE_AWARE or self.advantage_weights != (1.0, 1.0):
             return FirstOrder.SCALED
         if self.head in _OWN_GRADIENT or not isinstance(self.token, Drop) or self.levels[0].routing is Routing.SELF:

@@ -62,9 +62,9 @@ def grpo_loss_fn(
     vocab_min_logits: torch.Tensor | None = None,
     vocab_max_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What AReaL's actor calls: the mean over the valid tokens of a micro-batch, which its engine weighs by their
-    number. ``rejection_sampling``, ``m2_threshold`` and the proximal policy stay AReaL's, and so does what it logs of
-    these and of versions.
+    """The function that AReaL's actor calls: the mean over the valid tokens of a micro-batch, which its engine weighs
+    by their number. ``rejection_sampling``, ``m2_threshold`` and the proximal policy stay AReaL's, and so does what it
+    logs of these and of versions.
 
     Raises:
         ValueError: a field that the gate of ``HPO_GATE`` would silence; a gate that needs what AReaL does not tell its

@@ -41,7 +41,8 @@ def loss_fn(
     inputs: Any, new_logprobs: torch.Tensor, ref_logprobs: torch.Tensor | None, entropies: torch.Tensor | None,
     experimental_config: dict[str, Any], reduction: str = "mean", *, gate: RatioGate,
 ) -> Any:  # fmt: skip
-    """What ART calls with ``[B, L]`` log-probabilities; returns its ``Loss``. It refuses settings without effect."""
+    """The function that ART calls with ``[B, L]`` log-probabilities; returns its ``Loss``. It refuses settings without
+    effect."""
     told = [name for name in _SILENCED if experimental_config.get(name) not in (None, False, 0.0, "token")]
     check(not told, "{}: no effect beside the gate {!r}; leave it out", ", ".join(told), gate.name)
     given, ours = inputs.align_inputs(), importlib.import_module("art.loss")

@@ -30,7 +30,7 @@ _told: dict[str, Any] = {}
 
 
 class HPOArguments(BaseModel):
-    """What the plugin adds to axolotl's configuration."""
+    """The fields that the plugin adds to axolotl's configuration."""
 
     hpo: dict[str, str] | None = None
 

@@ -44,7 +44,8 @@ def compute_policy_loss(
     loss_type: str,
     loss_avg_mode: str,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """What EasyR1's actor calls: all ``[B, L]``. A mean of the micro-batch, which the actor weighs by its tokens.
+    """The function that EasyR1's actor calls: all ``[B, L]``. A mean of the micro-batch, which the actor weighs by its
+    tokens.
 
     Raises:
         ValueError: a field that the gate of ``HPO_GATE`` would silence; a gate that needs what EasyR1 does not tell.

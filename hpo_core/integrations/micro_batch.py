@@ -1,4 +1,4 @@
-"""What trainers' losses have in common: the rows of a micro-batch, the loss of its tokens, and the metrics."""
+"""The common parts of trainers' losses: the rows of a micro-batch, the loss of its tokens, and the metrics."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def _clip_slots(gate: RatioGate) -> list[str]:
 
 
 def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
-    """What trainers log of a loss, in one copy to the host: ``tokens``, ``clipped`` and ``dual_clipped`` (fractions of
-    the valid tokens), ``kl`` (the mean of ``old_logp - logp``), and the error counters that are not 0.
+    """The numbers that trainers log of a loss, in one copy to the host: ``tokens``, ``clipped`` and ``dual_clipped``
+    (fractions of the valid tokens), ``kl`` (the mean of ``old_logp - logp``), and the error counters that are not 0.
 
     >>> import hpo_core as hpo
     >>> out = hpo.policy_loss(torch.ones(1, 2), torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2).bool())

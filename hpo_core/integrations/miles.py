@@ -26,7 +26,7 @@ __all__ = ["loss"]
 def loss(
     args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What miles calls: a sum over samples of their means, or over tokens with ``--calculate-per-token-loss``.
+    """The loss that miles calls: a sum over samples of their means, or over tokens with ``--calculate-per-token-loss``.
 
     Raises:
         ValueError: what :func:`hpo_core.integrations.slime.loss` refuses; a batch without ``rollout_mask_sums``.

@@ -50,7 +50,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
 
     gate: RatioGate | None = None
     chord_sft_iterator: Any
-    # What swift's own pass over a scored micro-batch left behind.
+    # The tensors that swift's own pass over a scored micro-batch left behind.
     _scored: tuple[torch.Tensor, torch.Tensor | None] | None = None
     _sampler_weight: torch.Tensor | None = None
 
@@ -100,8 +100,8 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
     def _compute_loss_and_metrics(
         self, model: Any, model_inputs: dict[str, Any], grpo_batch: Any
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """What swift calls. Its own function runs on the scores without their graph and tells masks, corrections and
-        metrics; the loss is ours."""
+        """The function that swift calls. Its own function runs on the scores without their graph and tells masks,
+        corrections and metrics; the loss is ours."""
         logp, entropy = self._get_per_token_logps_and_entropies(
             model, model_inputs, grpo_batch, compute_entropy=self.compute_entropy
         )

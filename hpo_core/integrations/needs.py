@@ -1,4 +1,5 @@
-"""What a gate needs beside the batch, inside a trainer: computed there, or refused when the trainer is built."""
+"""The inputs that a gate needs beside the batch, inside a trainer: computed there, or refused when the trainer is
+built."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def check_keywords(name: str, function: Callable[..., Any], available: Collectio
 
 
 def made_inputs(gate_inputs: MakesInputs, shape: torch.Size, advantages: torch.Tensor, **tensors: Any) -> GateInputs:
-    """What the function makes of a padded micro-batch, in the shape of its tensors ``[B, L]``.
+    """The inputs that the function makes of a padded micro-batch, in the shape of its tensors ``[B, L]``.
 
     Args:
         advantages: ``[B]`` or ``[B, L]``.

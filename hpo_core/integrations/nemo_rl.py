@@ -64,7 +64,8 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
         )
         beta = reference_policy_kl_penalty
         self.kl = kl.k3(beta, "straight_through") if beta else None
-        # What NeMo-RL looks for in a loss: whether it gets log-probabilities, and whether it needs unfiltered ones.
+        # The attributes that NeMo-RL reads of a loss: whether it gets log-probabilities, and whether it needs
+        # unfiltered ones.
         self.use_fused_linear_logprobs, self.reference_policy_kl_penalty = use_fused_linear_logprobs, beta
         self.loss_type = LossType.TOKEN_LEVEL if token_level_loss else LossType.SEQUENCE_LEVEL
         self.metric_normalizations = {
@@ -82,8 +83,8 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """What NeMo-RL calls: log-probabilities ``[B, L - 1]`` of the next tokens, data ``[B, L]``, and the counts of
-        the step over all ranks, 0-dim."""
+        """The function that NeMo-RL calls: log-probabilities ``[B, L - 1]`` of the next tokens, data ``[B, L]``, and
+        the counts of the step over all ranks, 0-dim."""
         sampled = data["sample_mask"]
         mask = (data["token_mask"][:, 1:] * sampled[:, None]) != 0
         old, rollout = data["prev_logprobs"][:, 1:], data["generation_logprobs"][:, 1:]

@@ -98,8 +98,8 @@ class HPOPolicyLoss(torch.nn.Module):
         batch_num_tokens: float | None = None,
         global_batch_size: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """What OpenRLHF calls: all ``[B, L]``. Loss, clip fraction, KL, and with ``is_correction_*`` the KL to the
-        sampler and the fraction that the correction drops."""
+        """The function that OpenRLHF calls: all ``[B, L]``. Loss, clip fraction, KL, and with ``is_correction_*`` the
+        KL to the sampler and the fraction that the correction drops."""
         gate = self.used
         mask = torch.ones_like(log_probs, dtype=torch.bool) if action_mask is None else action_mask != 0
         batch = padded_rows(mask, gate)
@@ -130,7 +130,7 @@ class HPOPolicyLoss(torch.nn.Module):
 
 
 def _check_correction(level: str, mode: str, gating: str, threshold: Any) -> None:
-    """What OpenRLHF's own constructor refuses."""
+    """The checks of OpenRLHF's own constructor."""
     kinds = {"level": ("off", "token", "seq"), "mode": ("mask", "clip"), "gating": ("ratio", "binary_kl", "tv")}
     for (name, known), value in zip(kinds.items(), (level, mode, gating), strict=True):
         check_choice(f"is_correction_{name}", value, known)

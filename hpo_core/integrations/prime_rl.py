@@ -24,7 +24,7 @@ __all__ = ["loss"]
 
 
 def loss(inputs: Any, gate: str = "dppo_tv(0.2, 0.2, inf)", kl_tau: float = 0.0, adv_tau: float = 1.0) -> Any:
-    """What prime-rl calls with its ``LossInputs``; returns its ``LossOutputs``.
+    """The function that prime-rl calls with its ``LossInputs``; returns its ``LossOutputs``.
 
     Args:
         gate: a text as in ``HPO_GATE``. Default: prime-rl's own, DPPO by total variation.

@@ -57,8 +57,8 @@ def numbers_of(ids: Iterable[Hashable], device: torch.device) -> torch.Tensor:
 
 
 def settings_of(estimator: Callable[..., torch.Tensor], gamma: float, scaled: bool, name: str) -> dict[str, Any]:
-    """What a trainer's discount and its switch of GRPO's deviation mean for an estimator. With what trainers start
-    with, 1 and True, it keeps numbers of its own. ``name``: the switch's.
+    """The keywords of an estimator for a trainer's discount and its switch of GRPO's deviation. At the defaults of
+    trainers, 1 and True, it keeps numbers of its own. ``name``: the switch's.
 
     >>> from hpo_core import advantages
     >>> settings_of(advantages.gigpo, 0.9, False, "norm"), settings_of(advantages.gigpo, 1.0, True, "norm")
@@ -86,8 +86,8 @@ def prompt_advantages(
     settings: Mapping[str, Any] = MappingProxyType({}),
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What such trainers call, by keyword: advantages and returns, all tensors ``[B, L]``. Prompts without any valid
-    token, with which trainers fill batches up, are in no statistic.
+    """The function that such trainers call, by keyword: advantages and returns, all tensors ``[B, L]``. Prompts without
+    any valid token, with which trainers fill batches up, are in no statistic.
 
     Args:
         index: ``[B]`` ids of prompts, of any kind.

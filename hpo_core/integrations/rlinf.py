@@ -47,7 +47,7 @@ def actor(
     task_type: str = "reasoning",
     **_: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What RLinf calls: a mean of the micro-batch by its ``loss_agg_func``, or over the steps of an episode.
+    """The loss that RLinf calls: a mean of the micro-batch by its ``loss_agg_func``, or over the steps of an episode.
 
     Raises:
         ValueError: no ``HPO_GATE``; a field that the gate would silence; a gate that needs what RLinf does not tell.

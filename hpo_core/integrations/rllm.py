@@ -62,7 +62,8 @@ def _advantage(
     traj_groups: Sequence[Any] | None = None,
     **_: Any,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What rLLM calls: one array of rewards for each group, and as many arrays of advantages and returns."""
+    """The function that rLLM calls: one array of rewards for each group, and as many arrays of advantages and
+    returns."""
     if not len(rewards):
         return [], []
     sizes = [len(group) for group in rewards]

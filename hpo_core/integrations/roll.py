@@ -40,8 +40,8 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
     stay ROLL's."""
 
     def loss_func(self, data: Any, output_tensor: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        """What ROLL's strategy calls with a DataProto of a micro-batch and the logits: tensors ``[B, L]``, of which the
-        log-probabilities have ``L - 1`` columns.
+        """The function that ROLL's strategy calls with a DataProto of a micro-batch and the logits: tensors ``[B, L]``,
+        of which the log-probabilities have ``L - 1`` columns.
 
         Raises:
             ValueError: a gate that needs what ROLL does not tell its loss; a field that the gate of ``HPO_GATE`` would

@@ -1,4 +1,4 @@
-"""Which gates a trainer can serve, and which of its settings a gate would silence."""
+"""The gates that a trainer can serve, and the settings that a gate would silence."""
 
 from __future__ import annotations
 

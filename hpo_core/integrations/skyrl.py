@@ -48,7 +48,7 @@ PRESETS = (
     *("rec", "reinforce", "spo", "step_gspo", "tis", "topr", "triplet_clip", "vespo"),
 )
 
-# What SkyRL's losses read, and SkyRL's own values; a field that holds them counts as not set.
+# The settings that SkyRL's losses read, and SkyRL's own values; a field that holds them counts as not set.
 _CLIPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
 _CISPO = {"cispo.cispo_eps_clip_low": 1.0, "cispo.cispo_eps_clip_high": 4.0}
 _SAPO = {"sapo.tau_pos": 1.0, "sapo.tau_neg": 1.05}
@@ -103,7 +103,7 @@ def _policy_loss(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """What SkyRL calls: all ``[B, L]``. The advantages carry the denominator already, so the loss is a sum."""
+    """The loss that SkyRL calls: all ``[B, L]``. The advantages carry the denominator already, so the loss is a sum."""
     if isinstance(gate, RatioGate):
         _reading(gate, config)
     else:

@@ -32,9 +32,9 @@ _UNSET = {"eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None}
 def loss(
     args: Any, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What slime calls: a sum over samples of their means, or over tokens with ``--calculate-per-token-loss``. slime
-    divides it by the samples or tokens of the step, over ranks and micro-batches. ``--custom-tis-function-path`` is
-    called on ones: what it returns is the factor on each token.
+    """The function that slime calls: a sum over samples of their means, or over tokens with
+    ``--calculate-per-token-loss``. slime divides it by the samples or tokens of the step, over ranks and micro-batches.
+    ``--custom-tis-function-path`` is called on ones: what it returns is the factor on each token.
 
     Raises:
         ValueError: a gate that needs what slime does not tell its loss; a reducer of the user's; context parallelism,

@@ -57,7 +57,8 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
         advantages: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """What Trinity-RFT calls: all ``[B, L]``. Every parameter but ``logprob`` is a key that its batch must have."""
+        """The function that Trinity-RFT calls: all ``[B, L]``. Every parameter but ``logprob`` is a key that its batch
+        must have."""
         batch = padded_rows(action_mask, self.gate)
         out = token_loss(logprob, old_logprob, advantages, batch, self.gate, weights_of(self.loss_agg_mode, batch))
         seen = fractions(out.metrics, self.gate)
@@ -67,5 +68,5 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """What the yaml need not name."""
+        """The arguments that the yaml need not name."""
         return {"gate": "ppo_clip", "loss_agg_mode": "token-mean"}

@@ -318,7 +318,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         )
 
     def _for_scoring(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What the scoring takes by name, or gathers: a trainer that overrides it may name nothing but ``**kwargs``."""
+        """Inputs that the scoring takes by name, or gathers: an override of it may name nothing but ``**kwargs``."""
         taken = inspect.signature(self._get_per_token_logps_and_entropies).parameters
         gathers = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
         return {name: value for name, value in inputs.items() if name in taken or (gathers and name not in OF_THE_LOSS)}

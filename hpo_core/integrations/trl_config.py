@@ -1,4 +1,4 @@
-"""What ``GRPOConfig`` says of the loss: its gate, and the fields that would have no effect."""
+"""The loss that ``GRPOConfig`` asks for: its gate, and the fields that would have no effect."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _READ = (*REPLACED["gate"], "loss_type", "beta", "use_bias_correction_kl", *_KEP
 
 
 def told_by(trainer: Any) -> dict[str, Any]:
-    """What TRL's loss reads of a trainer now, by field of ``GRPOConfig``: callbacks may change it during the training,
-    on the trainer or, for the rest of the fields, on ``trainer.args``."""
+    """The settings that TRL's loss reads of a trainer now, by field of ``GRPOConfig``: callbacks may change it during
+    the training, on the trainer or, for the rest of the fields, on ``trainer.args``."""
     told = {name: getattr(trainer if name in _KEPT else trainer.args, name) for name in _READ}
     return told | {"epsilon": trainer.epsilon_low}
 

@@ -8,7 +8,8 @@ import torch
 
 
 def entropy_bonus(trainer: Any, entropies: torch.Tensor, selected: torch.Tensor, accumulated: int) -> torch.Tensor:
-    """What TRL subtracts from the loss of a micro-batch: ``c mean(H) / accumulated`` over the selected tokens.
+    """The bonus that TRL subtracts from the loss of a micro-batch: ``c mean(H) / accumulated`` over the selected
+    tokens.
 
     ``c`` is ``entropy_coef``. With ``use_adaptive_entropy`` it counts only while the entropy of the last optimiser
     step, of all processes, was at most ``entropy_target``, and each step adds ``entropy_coef_delta`` to it below the

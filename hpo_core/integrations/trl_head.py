@@ -14,7 +14,7 @@ from .replaced import replaced
 
 
 class _Head:
-    """What TRL's own function is called as, once for each forward pass of a model with ``fused_lm_head=True``."""
+    """A function that is called as TRL's own, once for each forward pass of a model with ``fused_lm_head=True``."""
 
     def __init__(self, backend: str | None) -> None:
         self.backend = backend

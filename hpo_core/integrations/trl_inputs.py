@@ -1,4 +1,4 @@
-"""What HPOTrainer computes with, and what it reads of a batch of TRL's."""
+"""The settings of HPOTrainer, and the tensors that it reads of a batch of TRL's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .entropy_methods import SELECTED, MakesPenalty, MakesSelection
 from .needs import MakesInputs
 from .turns import Step
 
-# What a function of gate inputs may take, and why an engine's correction may have nothing to correct.
+# The arguments that a function of gate inputs may take, and why an engine's correction may have nothing to correct.
 AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
 NO_SAMPLER = (
     "here the model itself samples, so there is nothing to correct; set use_vllm=True, or let rollout_func return "
@@ -35,7 +35,7 @@ OF_THE_LOSS = frozenset(
 
 
 class Settings(NamedTuple):
-    """What the mixin computes with: one attribute of the trainer, so that no name of TRL's is shadowed."""
+    """The settings of the mixin: one attribute of the trainer, so that no name of TRL's is shadowed."""
 
     gate: RatioGate
     kl: KLPenalty | None

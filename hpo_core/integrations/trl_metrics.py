@@ -27,7 +27,7 @@ _OF_CORRECTIONS = ("selected_fraction", "ratio_mean", "kl_old_k3", "effective_sa
 
 
 def reported(gate: RatioGate) -> Report:
-    """What a loss reports beside its metrics: levels, but for the one mean that has kernels of its own, and
+    """The reports of a loss beside its metrics: levels, but for the one mean that has kernels of its own, and
     corrections."""
     asked = {"levels": len(gate.levels) > 0 and gate.level is None, "corrections": bool(gate.corrections)}
     return tuple(name for name, wanted in asked.items() if wanted)  # type: ignore[misc]
@@ -36,7 +36,7 @@ def reported(gate: RatioGate) -> Report:
 def observed_parts(
     found: PolicyLoss, gate: RatioGate, logps: torch.Tensor, batch: PackedBatch, inputs: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """What processes have to gather, flat, by name; the first is float64."""
+    """The tensors that processes have to gather, flat, by name; the first is float64."""
     parts = {"vector": found.metrics.vector}
     if found.levels is not None:
         parts["levels"] = found.levels.table.flatten()

@@ -59,7 +59,7 @@ PRESETS = (
     *("ppo_penalty", "rec", "reinforce", "spo", "step_gspo", "topr", "triplet_clip", "vespo"),
 )
 
-# What a function of gate inputs may take.
+# The arguments that a function of gate inputs may take.
 _AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
 
 # Fields of the actor's config and of its policy_loss that verl's losses read, and verl's own values. A field that holds
@@ -148,7 +148,7 @@ def register(
 
 
 class _Loss(NamedTuple):
-    """What a registered name stands for."""
+    """The loss of a registered name."""
 
     name: str
     gate: RatioGate | Callable[[Any], RatioGate]
@@ -183,7 +183,8 @@ def _policy_loss(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """What verl calls, by keyword: tensors ``[B, L]``; the loss is scaled for engines that average over ranks."""
+    """The function that verl calls, by keyword: tensors ``[B, L]``; the loss is scaled for engines that average over
+    ranks."""
     check(config is not None, "config: expected verl's ActorConfig, got None")
     if isinstance(loss.gate, RatioGate):
         gate = _reading(loss.gate, config)

@@ -37,8 +37,8 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What verl-agent's actor calls: all ``[B, L]``. Loss, clip fraction, KL and dual clip fraction; means of the
-    micro-batch, which the actor divides by their number.
+    """The function that verl-agent's actor calls: all ``[B, L]``. Loss, clip fraction, KL and dual clip fraction; means
+    of the micro-batch, which the actor divides by their number.
 
     Raises:
         ValueError: a bound that the gate of ``HPO_GATE`` would silence; a gate that needs what verl-agent does not

@@ -38,7 +38,7 @@ _NEEDED = ("entropy", "old_log_probs", "advantages", "response_mask")
 
 
 class MicroBatch(NamedTuple):
-    """What verl knows of the rows of a micro-batch beside what it tells a policy loss."""
+    """The facts about the rows of a micro-batch that verl does not tell a policy loss."""
 
     entropy: torch.Tensor | None = None  # [B, L] of the policy that is trained, with its gradient if verl computes it
     fields: Mapping[str, torch.Tensor] = MappingProxyType({})  # of a selection, [B, L] each

@@ -28,7 +28,7 @@ STEP_ESTIMATORS = ("gigpo", "hgpo")
 
 
 class _Rows(NamedTuple):
-    """What agent loops have told of the rows."""
+    """The facts about the rows that agent loops have told."""
 
     steps: Callable[[], Sequence[Any] | None] = lambda: None  # fetched at its call; None: no row has the field
     keys: Sequence[str] | None = None  # UID_SESSION_PLACE
@@ -64,7 +64,7 @@ def step_advantages(
     config: Any = None,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What verl calls, by keyword: tensors ``[B, L]``; advantages and returns of the same shape."""
+    """The function that verl calls, by keyword: tensors ``[B, L]``; advantages and returns of the same shape."""
     check(index is not None, "uid: {!r} compares the trajectories of a prompt, and verl gives no uid", name)
     mask = response_mask != 0
     batch = PackedBatch.from_padded(mask, steps=turns(mask))
@@ -86,7 +86,7 @@ def step_advantages(
 def row_advantages(
     estimator: Callable[..., torch.Tensor], backend: str | None, /, config: Any = None, **told: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What verl calls for an estimator of rows or tokens."""
+    """The function that verl calls for an estimator of rows or tokens."""
     runs, settings = _rows.get().sessions(), _settings(estimator, config)
     return prompt_advantages(estimator, backend, runs=runs, settings=settings, **told)
 

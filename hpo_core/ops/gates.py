@@ -197,7 +197,7 @@ def times(values: torch.Tensor, factor: torch.Tensor, backend: str | None) -> to
 
 
 def _save(ctx: Any, inputs: Any, output: Outputs) -> None:
-    """What the backward of the operator, which has four outputs, reads."""
+    """Save the gradient for the backward of the operator, which has four outputs."""
     _, metrics, grad, tokens = output
     ctx.mark_non_differentiable(*(tensor for tensor in (metrics, tokens) if tensor is not None))
     ctx.set_materialize_grads(False)

@@ -16,7 +16,16 @@ from typing import Any, ParamSpec, TypeVar, cast, get_type_hints
 import torch
 
 from ..backends import is_reference
-from ..checks import check, check_device, check_dtype, check_shape, examined, no_forward_mode, refuse_tangent
+from ..checks import (
+    check,
+    check_device,
+    check_dtype,
+    check_shape,
+    examined,
+    keeps_doubles,
+    no_forward_mode,
+    refuse_tangent,
+)
 
 LIBRARY: Any = torch.library.Library("hpo_core", "DEF")  # type: ignore[no-untyped-call]
 OPERATORS = torch.ops.hpo_core
@@ -264,4 +273,4 @@ def check_fraction(numerator: int, denominator: int) -> None:
 
 def numbers_of(backend: str) -> tuple[torch.dtype, ...]:
     """The dtypes that a backend computes with."""
-    return (torch.float32, torch.float64) if backend == "reference" else (torch.float32,)
+    return (torch.float32, torch.float64) if keeps_doubles(backend) else (torch.float32,)

@@ -155,7 +155,7 @@ def without_none(
 
 
 def results_like(targets: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What :func:`without_none` returns of these targets, in shape and dtype."""
+    """The result of :func:`without_none` for these targets, in shape and dtype."""
     logp = targets.new_empty(targets.shape, dtype=torch.float32)
     entropy = torch.empty_like(logp) if kept > 2 else None
     return without_none(logp, entropy, logp.new_empty((kept, targets.numel())))

@@ -1,4 +1,4 @@
-"""What a gate does to the gradient of a token."""
+"""The gradient of a token under a gate."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ ROUNDING = 1e-6  # of a bound that is meant to be 1
 
 
 class Tokens(NamedTuple):
-    """What is read of each token, ``[T]``; what a masked position holds is replaced by 0 or 1."""
+    """The numbers read of each token, ``[T]``; those of a masked position are replaced by 0 or 1."""
 
     row: torch.Tensor  # 0 where the token is in none
     leaf: torch.Tensor | None  # the same of the finest level, if there are levels
@@ -157,8 +157,8 @@ def policy_loss(
 
 
 def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
-    """What tokens are and hold. A masked position is replaced before any arithmetic: 0 * NaN would be NaN, in the
-    gradient too."""
+    """The state and the numbers of tokens. A masked position is replaced before any arithmetic: 0 * NaN would be NaN,
+    in the gradient too."""
     inputs, spec = rows_as_weights(inputs, spec, correction)
     logp = inputs.logp
     row = row_of_token(inputs.cu_seqlens, logp.numel())

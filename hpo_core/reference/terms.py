@@ -1,4 +1,4 @@
-"""What makes the gated log-ratio of a token its term of the loss: heads, the pre-gate, the factor beyond the bounds,
+"""From the gated log-ratio of a token to its term of the loss: heads, the pre-gate, the factor beyond the bounds,
 both penalties; and the saturations that keep all of it finite."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def of_side(
     of_high: tuple[float, float],
     otherwise: torch.Tensor,
 ) -> torch.Tensor:
-    """What belongs to the side of its bounds where a token is."""
+    """The number of the side of its bounds where a token is."""
     low, high = (otherwise.new_tensor(pair)[negative] for pair in (of_low, of_high))
     return torch.where(above, high, torch.where(below, low, otherwise))
 

@@ -14,14 +14,14 @@ from ..checks import check
 
 
 class Center(enum.IntEnum):
-    """What is subtracted."""
+    """The centre that is subtracted."""
 
     MEAN = 0
     LEAVE_ONE_OUT = 1  # the mean of the others: n / (n - 1) times the deviation from the mean
 
 
 class Scale(enum.IntEnum):
-    """What the deviation from the centre is divided by."""
+    """The divisor of the deviation from the centre."""
 
     NONE = 0
     GROUP = 1  # the group's standard deviation
@@ -48,7 +48,7 @@ class Part(enum.IntEnum):
 
 
 class Presence(enum.IntEnum):
-    """Which terms of a unit count where terms share; a group of one never does unless it keeps its raw value."""
+    """The terms of a unit that count where terms share; a group of one never does unless it keeps its raw value."""
 
     ALWAYS = 0
     SPREAD = 1  # the group's members are not all equal
@@ -133,7 +133,8 @@ class GroupNormalisation:
 
 
 class GroupStatistics(NamedTuple):
-    """What the members of its group amount to, for every unit: all ``[U]`` float64, zeros where a unit has no group."""
+    """The statistics of the members of its group, for every unit: all ``[U]`` float64, zeros where a unit has no
+    group."""
 
     members: torch.Tensor  # n, how many they are
     weight: torch.Tensor  # W, the sum of their weights w

@@ -58,7 +58,7 @@ class TokenDraw(NamedTuple):
 
 
 class OrderRule(enum.IntEnum):
-    """Which ascending 0-based order statistic of n values stands for the quantile q."""
+    """The ascending 0-based order statistic of n values that stands for the quantile q."""
 
     CEIL = 0  # ceil(q (n - 1)): with `>=`, the mask of the linearly interpolated quantile
     FLOOR = 1  # floor(q (n - 1)): with `>`, the same

@@ -90,7 +90,7 @@ class KLEstimator(enum.IntEnum):
 
 
 class KLGradient(enum.IntEnum):
-    """Which derivative the KL penalty has."""
+    """The derivative of the KL penalty."""
 
     VALUE = 0  # that of the estimator itself
     STRAIGHT_THROUGH = 1  # the value of the estimator, the derivative s of k2
@@ -111,7 +111,7 @@ class LevelSpec(NamedTuple):
 
 
 class Statistic(enum.IntEnum):
-    """What a correction measures of a token, from u = first - second within +-60, p = e^first and q = e^second."""
+    """The statistic that a correction compares: u = first - second within +-60, p = e^first and q = e^second."""
 
     LOG_RATIO = 0  # u
     K2 = 1  # u^2 / 2, at most 1800
@@ -163,7 +163,7 @@ SegmentReduce = Callable[[torch.Tensor, bool], None]
 
 
 class TermSpec(NamedTuple):
-    """What few gates ask of a token's term; with it kernels take a loop of their own. Pairs are (A >= 0, A < 0)."""
+    """The rare parts of a token's term; with it kernels take a loop of their own. Pairs are (A >= 0, A < 0)."""
 
     head_numbers: tuple[float, float] = (0.0, 0.0)
     slope_low: tuple[float, float] = (0.0, 0.0)  # derivative of the token clip beyond its bounds
@@ -245,7 +245,7 @@ class Exchange(Protocol):
         """``[levels, P, 2]``: by channel the gradient in the aggregate, in a unit that ``largest`` fixes."""
 
     def differentiable_sums(self, table: torch.Tensor) -> torch.Tensor:
-        """What ``sums`` does, for the reference: of floating-point numbers that are not multiplied by anything, as a
+        """The same as ``sums`` for the reference: of floating-point numbers that are not multiplied by anything, as a
         function of the table ``[levels, P, 3]`` whose derivative is that of all processes' losses."""
 
 
@@ -259,7 +259,7 @@ def in_floats(spec: Any) -> Any:
 
 
 class PolicyLossInputs(NamedTuple):
-    """What the policy-loss op reads. ``[T]`` tokens, ``[S]`` rows; ``None`` means "not given"."""
+    """The tensors of the policy-loss op. ``[T]`` tokens, ``[S]`` rows; ``None`` means "not given"."""
 
     logp: torch.Tensor  # [T]
     old_logp: torch.Tensor | None  # [T]; None: on-policy
@@ -287,8 +287,8 @@ class PolicyLossInputs(NamedTuple):
     target_per_token: bool = False
     penalty_mask: torch.Tensor | None = None  # [T] bool: tokens that pay the term's penalty; None: all valid ones
     kl_weight: torch.Tensor | None = None  # [T] factor on the penalty of kl, with ref_logp; not finite: 0
-    # What the corrections of a spec compare, and the correction op: without them logp with old_logp, with them tokens
-    # have a say whose log-ratios to old_logp and ref_logp are numbers.
+    # The pair that the corrections of a spec compare, and the correction op: without them logp with old_logp, with them
+    # tokens have a say whose log-ratios to old_logp and ref_logp are numbers.
     correction_first: torch.Tensor | None = None  # [T]; None: logp
     correction_second: torch.Tensor | None = None  # [T]
 

@@ -11,7 +11,7 @@ LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LogitType(enum.IntEnum):
-    """What logits are stored as."""
+    """The type of stored logits."""
 
     FLOAT32 = 0
     BFLOAT16 = 1

@@ -207,7 +207,7 @@ def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.T
 
 
 def _rounding(difference: torch.Tensor) -> torch.Tensor:
-    """What the magnitude of ``e^x`` grows by, relative to it, because ``x`` is a difference that float32 rounds.
+    """The growth of the magnitude of ``e^x``, relative to it, because ``x`` is a difference that float32 rounds.
 
     The rounding moves a term ``f(x)`` by up to ``2^-24 |x f'(x)|``, which a quarter of ``|x f'(x)|`` in ``m`` pays, as
     the budget is ``4 * 2^-24 m``. A power of ``x`` pays it by itself; beside an exponential ``x f'(x)`` has no bound.

@@ -38,7 +38,7 @@ class ExplainedLevel(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What :func:`explain` finds; ``print`` it."""
+    """The result of :func:`explain`; ``print`` it."""
 
     token: int | None  # None: no token differs
     row: int
@@ -190,7 +190,7 @@ def _called(kernel: Callable[..., Any], example: PolicyLossExample) -> Outcome:
 
 
 def _by_definition(example: PolicyLossExample, token: int) -> tuple[dict[str, float], str, tuple[ExplainedLevel, ...]]:
-    """What the reference reads of a token in float64, and its way through the gates."""
+    """The facts, the state and the levels of a token, as the reference computes them in float64."""
     example = move(example.with_scores_of_threshold(), "cpu")
     entropy = {name: value.double() for name, value in example.keywords.items() if name == "entropy"}
     example = example._replace(logp=example.logp.detach().double()).given(**entropy)

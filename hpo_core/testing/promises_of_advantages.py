@@ -35,7 +35,7 @@ class Estimator(NamedTuple):
             ) from error
 
     def without_nan(self, example: RewardsExample) -> Expected:
-        """What a promise compares: NaN equals nothing."""
+        """The part that a promise compares: NaN equals nothing."""
         expected = self.expect(example)
         if bool(expected.exact.isnan().any()):
             raise Inapplicable("the estimator gives NaN")

@@ -316,7 +316,8 @@ def _quantile(fn: Recorded, *, rule: OrderRule = OrderRule.CEIL, **options: Any)
     return Subject(call, examples)
 
 
-# What makes the subject of a kernel, by op, from the arguments of check() that it has among its keywords, and options.
+# The functions that make the subject of a kernel, by op, from the arguments of check() that it has among its keywords,
+# and options.
 SUBJECTS: dict[str, Callable[..., Subject]] = {
     "policy_loss": _policy_loss,
     "kl": _kl,

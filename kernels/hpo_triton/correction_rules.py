@@ -37,7 +37,7 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def _bounded_logp(logp):
-    """What exp takes: rounding may lift a log-probability above 0, and below e^-87 nothing is left of a probability."""
+    """The exponent: rounding may lift a log-probability above 0, and below e^-87 nothing is left of a probability."""
     return clamp(logp, -87.0, 0.0)
 
 

@@ -30,9 +30,9 @@ FIELDS = tl.constexpr(8)
 VALID, FIXED, FLOW, EXPONENT = (tl.constexpr(field) for field in (0, 1, 3, 5))
 
 
-# What programs tell each other, int64, 0 at first: at the place of a step how many have come to the barrier before it,
-# at 0 to that of the flows (flows.py), at REPAIRED to that behind a repair; the number of blocks from the first one on
-# that has a leaf in disorder; how many leaves are not good.
+# The numbers that programs tell each other, int64, 0 at first: at the place of a step the programs that have come to
+# the barrier before it, at 0 to that of the flows (flows.py), at REPAIRED to that behind a repair; the number of blocks
+# from the first one on that has a leaf in disorder; the number of leaves that are not good.
 STATE = tl.constexpr(16)
 REPAIRED, DISORDER, BROKEN = (tl.constexpr(place) for place in (13, 14, 15))
 
@@ -146,7 +146,7 @@ def repair_leaves(
 
 @triton.jit
 def slots_of_leaves(tables, slot, leaves, tokens, ALIGN: tl.constexpr):
-    """What the slots ``[K]`` hold, and of each ``[K, 1]`` the leaf, its row and whether it has any token."""
+    """The tokens of the slots ``[K]``, and of each ``[K, 1]`` the leaf, its row and whether it has any token."""
     leaf = tl.load(tables.owner + slot)
     slots = tokens_of_slots(tables.begin, tables.end, leaf, leaves, tokens, slot, ALIGN)
     held = tl.max(slots.inside.to(tl.int32), axis=1, keep_dims=True) > 0

@@ -165,7 +165,7 @@ def _differentiate_loss(
 def loss_from_logits(
     rows: LogitRows, inputs: PolicyLossInputs, spec: PolicyLossSpec, into: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What Native.loss_from_logits does."""
+    """See Native.loss_from_logits."""
     logits, layout = rows.at_two_strides()
     strides = rows.strides_of(into, logits, layout)
     programs = _programs(logits, rows.targets.numel())

@@ -1,4 +1,4 @@
-"""What every gate shares once it has decided on a token: the policy term, the reference penalty, and the sums of a
+"""The work that all gates share: the policy term, the reference penalty, and the sums of a
 sweep with the metrics that become of them."""
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ HIGHEST_LOW, LOWEST_HIGH = tl.constexpr(1.0 + 1e-6), tl.constexpr(1.0 - 1e-6)
 
 
 class Rule(NamedTuple):
-    """What a correction asks of kernels."""
+    """The part of a correction that kernels read."""
 
     statistic: int
     reduction: int

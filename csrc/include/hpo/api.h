@@ -124,7 +124,7 @@ struct HierarchyLevel {
   double slope;  // of the rollback; negative: the number of the segment's tokens, at most -slope
 };
 
-// What few gates ask of a token's term. Pairs are [advantage >= 0, < 0].
+// The parts of a token's term that few gates have. Pairs are [advantage >= 0, < 0].
 struct TokenTerm {
   int32_t present;  // 0: the head is linear or score, and nothing below counts
   Penalty penalty;  // on the token's own log-ratio
@@ -317,7 +317,7 @@ struct OrderStatisticsArgs {
   void* workspace;    // order_statistics_workspace(tokens, segments) bytes, any content
 };
 
-// Which tokens are drawn by their terms of the covariance, and how.
+// The draw of tokens by their terms of the covariance.
 struct CovarianceDraw {
   const float* old_logp;    // [tokens]; null: nothing is drawn
   double low, high;         // of terms, which lie between them
@@ -338,7 +338,7 @@ struct CovarianceArgs {
   void* workspace;   // covariance_workspace(tokens) bytes, any content
 };
 
-// What order_statistic leaves to select.
+// The arguments of select after order_statistic.
 inline SelectArgs selection_of(const OrderStatisticArgs& args) {
   return {args.tokens, args.rows, args.values, args.mask, args.cu_seqlens, args.threshold, args.strict, args.selected};
 }
@@ -394,7 +394,7 @@ struct RowSpansArgs {
 
 }  // namespace hpo
 
-// What a backend implements. They return 0, or the backend's own error code (see hpo_error). `context` is the CUDA stream, or
+// The functions of a backend. They return 0, or the backend's own error code (see hpo_error). `context` is the CUDA stream, or
 // on the CPU the number of threads allowed: results never depend on it.
 extern "C" {
 int64_t hpo_policy_loss_workspace(int64_t tokens, int64_t rows);

@@ -1,4 +1,4 @@
-// What the tokens of a segment add up to, for corrections over segments.
+// The sums over the tokens of a segment, for corrections over segments.
 #pragma once
 #include "correction_rules.h"
 #include "entropy.h"
@@ -8,7 +8,7 @@ namespace hpo {
 // A K3 may be e^20, of which sums in fixed point (see to_fixed) would hold few: whole multiples of this are counted apart.
 constexpr float kCoarse = 2048.0f;
 
-// What a leaf or a segment adds up of its valid tokens, in any order: sums are integers.
+// The sums of a leaf or a segment over its valid tokens, in any order: sums are integers.
 struct Reduced {
   int64_t valid = 0, fixed = 0, coarse = 0;
   float smallest = INFINITY, largest = -INFINITY;

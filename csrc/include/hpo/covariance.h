@@ -12,7 +12,7 @@ struct CovarianceSums {
   double members, logp, advantages;
 };
 
-// What a token needs of them.
+// The means that a token needs.
 struct CovarianceMeans {
   double logp, advantage;
 };

@@ -43,7 +43,7 @@ HPO_INLINE Deviation<F> deviation_of(F x, F ratio) {
   return {sign * ((ratio < most ? ratio : most) - one), sign};
 }
 
-// What is aggregated.
+// The function of the log-ratio that is aggregated.
 template <class F>
 HPO_INLINE F pre_gate(const TermNumbers& numbers, Head head, typename Number<F>::Int negative, F x) {
   if (head == Head::censored) return deviation_of(x, exp(x)).size;

@@ -350,12 +350,13 @@ def test_d3s_tokens(drawn):
 
 
 def windows_of(drawn, first, last):
-    """Means of full windows of usable tokens; a masked or broken token is left out."""
+    """Means of windows inside the span of a row, from its first unmasked token to its last; a masked or broken token
+    is left out."""
     means = {}
-    for (begin, end), row in zip(drawn.spans, drawn.rows, strict=True):
+    for valid, row in zip(drawn.valid, drawn.rows, strict=True):
         for t in row:
             inside = [u for u in range(t + first, t + last + 1) if u in row]
-            if begin <= t + first and t + last < end and inside:
+            if valid[0] <= t + first and t + last <= valid[-1] and inside:
                 means[t] = sum(drawn.entropy[u] for u in inside) / len(inside)
     return means
 

@@ -179,7 +179,10 @@ RULES = [
     Rule(("hpo_core/py.typed", "hpo_core/_version.py", "setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", ".ci/*",
           "LICENSE", "CITATION.cff", "THIRD_PARTY_NOTICES", ".gitignore"), ("packaging", "backends")),
     Rule(("README.md", "CONTRIBUTING.md", "docs/*", "mkdocs.yml"), ("docs",)),
-    Rule(("docs/gpu.md", "tests/gpu_page.py", "tests/cuda_kernels.py"), ("cuda_compile", "triton_compile")),
+    Rule(
+        ("docs/gpu.md", "tests/gpu_page.py", "tests/cuda_kernels.py", "tests/sass.py"),
+        ("cuda_compile", "triton_compile"),
+    ),
     Rule(("examples/*",), ("demo", "demo_agent", "docs", "examples", "tour")),
     Rule(("docs/cluster.md",), ("examples",)),
     Rule(("hpo_core/advantages/distributed.py", "hpo_core/distributed.py", "hpo_core/integrations/verl*.py"),

@@ -2,7 +2,7 @@
 
 ``python tests/gpu_page.py`` writes the page, in ten minutes of two cores; tests read it as the baseline. With
 ``launches`` it writes the table of launches alone, without a compiler: a new preset changes nothing else. With
-``triton`` it writes that of Triton alone, which has its own assembler, and compiles the kernels that have changed.
+``triton`` it writes those of Triton alone, which has its own assembler, and compiles the kernels that have changed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from unittest import mock
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 import cuda_kernels
+import sass
 import torch
-from cuda_kernels import LOGIT_KERNELS, TARGETS, Kernel, Loop, logits_of
+from cuda_kernels import LOGIT_KERNELS, TARGETS, Kernel, logits_of
+from sass import Loop
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
@@ -183,12 +185,20 @@ TRITON = """
 
 Where a path has several specialisations of a kernel, the one with most registers. Nothing spills, on any target.\
 """.splitlines()
+TRITON_SLOTS = """
+## Issue slots of Triton
+
+The loops are those with 128-bit loads and no other such loop inside, in the order of the code; a `_sweep_leaves` that
+has none has its loop over slots, and other kernels without them have no row. The way is that of CUDA's table. A thread
+has four tokens of an iteration, which is a tile or 16 full slots, or the logits of its loads. The search for the rows
+of a tile is a loop inside.\
+""".splitlines()
 RESOURCES = (
     "kernel | registers | spilled bytes | stack bytes | shared bytes | blocks | 128-bit loads | 128-bit stores | "
     "read-only | float64 | barriers | fences"
 )
 LOOPS = (
-    "loop | code | way | for one | integers, control | float32 | float64 | accesses, shuffles | 128-bit loads | "
+    "code | way | for one | integers, control | float32 | float64 | accesses, shuffles | 128-bit loads | "
     "128-bit stores | exponentials"
 )
 OTHERS = "kernel | " + " | ".join(f"sm_{target} registers | spilled | blocks" for target in TARGETS if target != 90)
@@ -216,6 +226,15 @@ def loops_of(kernel: Kernel) -> list[tuple[str, Loop]]:
     return [(name, loop) for name, loop in named if loop]
 
 
+def loop_cells(loop: Loop, each: int) -> list[Any]:
+    """``each``: the tokens or logits that a thread has of an iteration, 0 where they are not known."""
+    way = loop.way
+    rest = way.instructions - way.floats - way.doubles - way.accesses
+    for_one = f"{way.instructions / each:.1f}" if each else ""
+    row = [loop.instructions, way.instructions, for_one, rest, way.floats, way.doubles, way.accesses]
+    return [*row, loop.loads, loop.stores, loop.exponentials]
+
+
 def cuda_tables(of: dict[int, dict[str, Kernel]]) -> list[str]:
     resources, loops, others, blocks = [], [], [], []
     for name, k in of[90].items():
@@ -225,11 +244,7 @@ def cuda_tables(of: dict[int, dict[str, Kernel]]) -> list[str]:
         for loop_name, loop in loops_of(k):
             logits = loop.loads * logits_of(k) if name.startswith(LOGIT_KERNELS) else 0
             each = logits or (4 if name.startswith(TOKEN_KERNELS) else 0)
-            way = loop.way
-            rest = way.instructions - way.floats - way.doubles - way.accesses
-            for_one = f"{way.instructions / each:.1f}" if each else ""
-            row = [loop.instructions, way.instructions, for_one, rest, way.floats, way.doubles]
-            loops.append([f"`{loop_name}`", *row, way.accesses, loop.loads, loop.stores, loop.exponentials])
+            loops.append([f"`{loop_name}`", *loop_cells(loop, each)])
         cells = []
         for target in (80, 100, 120):
             other = of[target][name]
@@ -245,8 +260,8 @@ def cuda_tables(of: dict[int, dict[str, Kernel]]) -> list[str]:
             cells = [f"{count} ({count / held:.2f})" for count in counts if count]
             blocks.append([f"`{name}`", device.name, *cells])
     return [
-        *CUDA, *table(RESOURCES, resources), *SLOTS, *table(LOOPS, loops), "", "## CUDA on other architectures",
-        *table(OTHERS, others), *BLOCKS, *table(COUNTS, blocks),
+        *CUDA, *table(RESOURCES, resources), *SLOTS, *table(f"loop | {LOOPS}", loops), "",
+        "## CUDA on other architectures", *table(OTHERS, others), *BLOCKS, *table(COUNTS, blocks),
     ]  # fmt: skip
 
 
@@ -255,7 +270,19 @@ def triton_reports() -> list[dict[str, Any]]:
     environment |= {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_CACHE_DIR": str(ROOT / "build/triton/kernels")}
     command = [sys.executable, "-m", "hpo_core._triton.compile", "--json", *map(str, TARGETS)]
     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return [json.loads(line) for line in output.splitlines()]
+    return sass.with_loops([json.loads(line) for line in output.splitlines()])
+
+
+def triton_slots(reports: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for report in reports:
+        of_logits = 0
+        if report["kernel"] in sass.TRITON_LOGIT_KERNELS:
+            of_logits = 4 if "all inputs" in report["path"] else 8  # in 128 bits, which are of float32 on that path
+        for number, loop in enumerate(report.get("loops", ()), 1):
+            cells = loop_cells(loop, of_logits * loop.loads or 4)
+            rows.append([report["path"], f"`{report['kernel']}`", number, *cells])
+    return table(f"path | kernel | number | {LOOPS}", rows)
 
 
 def triton_table(reports: list[dict[str, Any]]) -> list[str]:
@@ -276,6 +303,7 @@ def triton_table(reports: list[dict[str, Any]]) -> list[str]:
 
 def page(of: dict[int, dict[str, Kernel]], reports: list[dict[str, Any]], release: str) -> str:
     lines = [*TOP, *presets_table(), *cuda_tables(of), *TRITON, *triton_table(reports)]
+    lines += [*TRITON_SLOTS, *triton_slots(reports)]
     return "\n".join(lines).replace("RELEASE", release).strip() + "\n"
 
 
@@ -332,7 +360,9 @@ def main() -> None:
     if table == "launches":
         text = with_table("Launches", presets_table())
     elif table == "triton":
-        text = with_table("Triton on sm_90", triton_table(triton_reports()))
+        reports = triton_reports()
+        PAGE.write_text(with_table("Triton on sm_90", triton_table(reports)))
+        text = with_table("Issue slots of Triton", triton_slots(reports))
     else:
         text = whole_page()
     PAGE.write_text(text)

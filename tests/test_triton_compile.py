@@ -18,6 +18,7 @@ from pathlib import Path
 import gpu_page
 import pytest
 from compiled import kept
+from sass import loop_of, with_loops
 from triton_budgets import AT_LENGTH, MOST_SPILLED, TRITON, WIDE_LOADS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,7 @@ SHARES, SHARES_OF_ALL = 2, 10  # shares of the kernels for workers
 
 
 PAGE = gpu_page.rows_of("Triton on sm_90", keys=2)  # by path and kernel
+SLOTS = gpu_page.rows_of("Issue slots of Triton", keys=3)  # of these by the number of the loop
 EVERY_RUN = sorted(f"{path}/{kernel}" for path, kernel in PAGE if path not in AT_LENGTH)
 # The path on which each kernel takes the most registers.
 HEAVIEST = {
@@ -62,7 +64,8 @@ def fingerprint():
     digest = hashlib.sha256(repr((sys.version, settings)).encode())
     for package in ("triton", "torch"):
         digest.update(importlib.metadata.version(package).encode())
-    for path in sorted([*ROOT.glob("kernels/hpo_triton/*.py"), *ROOT.glob("hpo_core/**/*.py")]):
+    sources = *ROOT.glob("kernels/hpo_triton/*.py"), *ROOT.glob("hpo_core/**/*.py"), ROOT / "tests/sass.py"
+    for path in sorted(sources):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -81,7 +84,7 @@ def reports(target, *options):
 
     def compile_them():
         output = run("-c", COMPILE, "--json", str(target), *options)
-        return [json.loads(line) for line in output.splitlines()]
+        return with_loops([json.loads(line) for line in output.splitlines()])
 
     name = hashlib.sha256(repr(options).encode()).hexdigest()[:16]
     return kept(CACHE / f"{target}-{name}.json", fingerprint(), compile_them)
@@ -168,6 +171,19 @@ def test_no_kernel_takes_more_than_on_the_page(share, every_run):
             assert report["stores"].get("128", 0) >= row["128-bit stores"], worse
 
 
+@pytest.mark.skipif(TRITON != "3.9.0", reason="docs/gpu.md is of Triton 3.9.0")
+@of_each_share
+def test_no_loop_takes_more_issue_slots(share, every_run):
+    for report in share_on_sm_90(share, every_run):
+        kernel = report["path"], report["kernel"]
+        now = {(*kernel, str(i)): loop_of(loop) for i, loop in enumerate(report.get("loops", ()), 1)}
+        assert set(now) == {row for row in SLOTS if row[:2] == kernel}, "run python tests/gpu_page.py triton"
+        for row, loop in now.items():
+            worse = (row, loop, SLOTS[row], REGENERATE)
+            assert loop.way.instructions <= 1.03 * SLOTS[row]["way"], worse
+            assert loop.way.doubles <= SLOTS[row]["float64"], worse
+
+
 @of_each_share
 def test_programs_that_wait_for_each_other_order_their_memory(share, every_run):
     """Each barrier orders what all threads have written before the release of one of them, and what all threads read
@@ -221,7 +237,7 @@ print(json.dumps([[path, kernel] for (kernel, _), path in paths.items()]))
 def test_every_kernel_is_on_the_page():
     kernels = set(map(tuple, answer(NAME_KERNELS)))
     assert kernels == set(PAGE), "docs/gpu.md has other rows: run python tests/gpu_page.py triton"
-    assert kernels >= set(WIDE_LOADS)
+    assert kernels >= set(WIDE_LOADS) | {row[:2] for row in SLOTS}
     sources = "".join(path.read_text() for path in (ROOT / "kernels/hpo_triton").glob("*.py"))
     written = set(re.findall(r"^@kernel\ndef (\w+)", sources, re.M))
     assert len(written) > 20 and written == {name for _, name in kernels}, (

@@ -15,7 +15,6 @@ import itertools
 import json
 import re
 import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
@@ -91,6 +90,7 @@ class Report(NamedTuple):
     read_only: int = 0  # loads through the read-only path
     orders: tuple[str, ...] = ()  # barriers of the program and orders of the device, in the order of the code
     cooperative: bool = False  # whether all programs of a launch run at once, so that one can wait for the others
+    binary: str = ""  # the file in Triton's cache
 
 
 def report(compiled: Any) -> Report:
@@ -112,10 +112,8 @@ def _report_of_amd(compiled: Any) -> Report:
 
 def _report_of_nvidia(compiled: Any) -> Report:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    binary = next(path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
+    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL"))
     source = compiled.asm["ptx"]
 
@@ -132,6 +130,7 @@ def _report_of_nvidia(compiled: Any) -> Report:
         compiled.metadata.name, registers, stack + local, compiled.metadata.shared, accesses("ld"), accesses("st"),
         count(r"\bbar(?:rier)?\.sync"), count(fences), count(r"\b(?:add|sub|mul|fma|div|setp|min|max)\S*\.f64\b"),
         count(r"\bld\.global\.nc\b"), tuple(map("".join, orders)), compiled.metadata.launch_cooperative_grid,
+        binary,
     )  # fmt: skip
 
 

@@ -119,7 +119,8 @@ COLLECTIVES = {
     "ares_windows": {"all_gather": 4}, "ares_next_windows": {"all_gather": 2}, "aepo_ruc": {"all_gather": 2},
     "steer": {"all_gather": 2}, "covariance": {"all_gather": 4}, "hicra_tokens": {"all_gather": 2},
     "d3s_tokens": {"all_reduce": 4, "all_gather": 2}, "ares_difficulty": {"all_gather": 2}, "archer": {},
-    "siren_tokens": {}, "less_tokens": {}, "ulorl": {}, "erc": {}, "gtpo": {"all_gather": 8}, "empg": {"all_gather": 6},
+    "siren_tokens": {}, "less_tokens": {}, "ulorl": {}, "erc": {}, "gtpo": {"all_gather": 10},
+    "empg": {"all_gather": 8},
 }  # fmt: skip
 
 

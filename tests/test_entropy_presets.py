@@ -78,6 +78,16 @@ def test_hapo_s_temperatures_after_equal_entropies(backend, dtype):
         assert E.hapo_temperature(H7.to(dtype), SEVEN, state).tolist() == [1.0] * 7
 
 
+def test_hapo_s_deviation_of_entropies_that_hardly_differ(backend):
+    place, entropy = hpo.testing.device_of(backend), 100 + 1e-3 * torch.linspace(-1, 1, 9)
+    batch = hpo.PackedBatch.from_lengths([9])
+    state = E.fit_pivot(entropy.to(place), batch.to(place), backend=backend).to("cpu")
+    logs = (entropy.double() / state.pivot).log()
+    deviation = logs.square().mean().sqrt()
+    assert state.deviation.item() == pytest.approx(deviation.item(), rel=1e-6)
+    close(E.hapo_temperature(entropy, batch, state), (1 + 0.1 * logs / deviation).tolist())
+
+
 def test_hapo_clamps_as_fit_pivot_does():
     """The pivot is 1e-8 in float32, and the greatest entropy the next number."""
     least = torch.tensor(1e-8)

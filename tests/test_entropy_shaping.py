@@ -131,6 +131,49 @@ def test_rewards_that_hardly_differ_are_told_apart(backend, method):
     close(got, expected.tolist(), 5e-7)
 
 
+def _nearby(count, size, width):
+    return size + width * torch.rand(count, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("method", [E.gtpo, E.grpo_s])
+def test_entropies_that_hardly_differ_are_told_apart(backend, method, right):
+    """Neither means nor inverses are float32 numbers, whose steps are a hundredth of these differences."""
+    place, entropy = testing.device_of(backend), _nearby(12, 0.3, 1e-5)
+    exact = entropy.double().view(4, 3)
+    u = exact if method is E.gtpo else exact.mean(1, keepdim=True)
+    u = u if right else 1 / u
+    rewards = (u / u.mean(0) - 1) * (1 if right else -1)
+    expected = ((rewards - rewards.mean()) / rewards.std(correction=0)).flatten()
+    batch, is_right = rows_of(3, 3, 3, 3).to(place), torch.full((4,), right, device=place)
+    close(method(is_right, entropy.to(place), batch, backend=backend), expected.tolist(), 5e-7)
+
+
+def test_empg_of_steps_that_hardly_differ(backend):
+    place, entropy = testing.device_of(backend), _nearby(24, 2.0, 1e-4)
+    mean = entropy.double().view(8, 3).mean(1)
+    g = (-(mean - mean.min()) / (mean.max() - mean.min())).exp()
+    f = torch.cat((g[1:], torch.zeros(1)))
+    raw = g / g.mean() + f
+    batch = hpo.PackedBatch(torch.tensor([0, 24]), cu_steps=torch.arange(0, 25, 3)).to(place)
+    got = E.empg(torch.ones(1, device=place), entropy.to(place), batch, zeta=1.0, backend=backend)
+    close(got, (raw - raw.mean()).tolist(), 5e-7)
+
+
+def test_means_that_differ_by_their_rounding_are_equal(backend):
+    """The same entropies in another order: a sum of float64 depends on it."""
+    place = testing.device_of(backend)
+    first = 10 ** (7 * torch.rand(40, generator=torch.Generator().manual_seed(0)) - 6)
+    entropy = torch.cat([first[torch.randperm(40, generator=torch.Generator().manual_seed(k))] for k in range(8)])
+    offsets = torch.arange(0, 321, 40)
+    steps = hpo.PackedBatch(torch.tensor([0, 320]), cu_steps=offsets).to(place)
+    given = torch.ones(1, device=place), entropy.to(place), steps
+    assert E.empg(*given, zeta=0.0, backend=backend).abs().max() < 1e-7
+    for right in (True, False):
+        given = torch.full((8,), right, device=place), entropy.to(place), hpo.PackedBatch(offsets).to(place)
+        assert E.grpo_s(*given, backend=backend).tolist() == [0.0] * 8
+
+
 @on_random_batches
 def test_gtpo_and_grpo_s(drawn):
     right = drawn.draw.random(len(drawn.rows)) < 0.5

@@ -19,7 +19,7 @@ from ..checks import check, check_rows, check_units
 from ..segments import chains, statistics
 from ..specs import Provenance
 from .signals import Signal, preset, read
-from .statistics import means_of_segments
+from .statistics import LEAST_DIFFERENCE, means_of_segments
 
 
 @preset(Provenance.VERIFIED, level="row")
@@ -130,9 +130,12 @@ def empg(
     step = of_row(first, batch.step_of_token(), -1)
     mean = means_of_segments(given.values, step, batch.num_steps or 0, given.usable, backend)
     usable = torch.isfinite(mean)
-    ends = statistics(mean.to(given.dtype), None, backend=backend)
+    base = statistics(mean, None, backend=backend).least
+    above = mean - base  # float32 keeps more of it than of the mean
+    ends = statistics(above, None, backend=backend)
     span = ends.greatest - ends.least
-    h = torch.where(usable & (span > 0), (mean - ends.least) / span, 0.0)
+    apart = span > LEAST_DIFFERENCE * base.abs()
+    h = torch.where(usable & apart, (above - ends.least) / span, 0.0)
     own = torch.exp(-k * h)
     g = own / statistics(own.to(given.dtype), None, mask=usable, backend=backend).mean
     steps = chains(batch.ids_of_steps()["trajectory_ids"])

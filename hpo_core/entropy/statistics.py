@@ -24,6 +24,8 @@ from ..specs import OrderRule, Provenance
 from .scopes import quantiles
 from .signals import preset, read
 
+LEAST_DIFFERENCE = 1e-10  # of numbers beside their size; those that are closer may differ by the rounding of their sums
+
 
 class ScopeStatistics(NamedTuple):
     """The result of :func:`fit_scopes`: ``[K]`` in the order of scopes, one entry per unit, or one without ids, or one
@@ -161,10 +163,11 @@ def fit_pivot(
         clamped, batch, quantile, scope="call", rule=OrderRule.NEAREST, process_group=process_group, backend=backend
     )
     pivot = of_call.double()
-    logs = fit_scopes(clamped.log(), process_group=process_group, backend=backend).at()
+    # Ratios to the pivot: kernels round logarithms to float32, which keeps little of what tells nearby entropies apart.
+    logs = fit_scopes((clamped.double() / pivot).log(), process_group=process_group, backend=backend).at()
     ends = fit_scopes(clamped, process_group=process_group, backend=backend).at()
-    around = logs.squares / logs.members + (logs.mean - pivot.log()).square()
-    around = torch.where(ends.least < ends.greatest, around, 0.0)  # the two logarithms are rounded differently
+    around = logs.squares / logs.members + logs.mean.square()
+    around = torch.where(ends.least < ends.greatest, around, 0.0)  # the pivot of float64 entropies is rounded
     none = logs.members == 0
     least, greatest = (torch.where(none, torch.nan, each) for each in (ends.least, ends.greatest))
     return PivotState(least, pivot, greatest, torch.where(none, torch.nan, around.sqrt()))

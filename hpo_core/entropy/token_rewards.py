@@ -11,7 +11,7 @@ from ..checks import check_rows
 from ..segments import dense_ids, statistics
 from ..specs import Provenance
 from .signals import preset, read
-from .statistics import means_of_segments
+from .statistics import LEAST_DIFFERENCE, means_of_segments
 
 _LEAST = 1e-8  # of an entropy whose inverse is taken
 
@@ -115,14 +115,18 @@ def _shared(
     """The rewards of units, whose mean is over those with equal ids ``sharers``, and the deviation over those with
     equal ``outcome``, with ddof 0: ``[U]`` float64, 0 where a unit is no member, or where all rewards are equal."""
     u = torch.where(right, entropy, 1 / entropy.clamp(min=_LEAST))
-    u = constant(u, backend)  # what is averaged: equal numbers are equal to their mean
-    mean = statistics(u, sharers, mask=members, backend=backend).mean
-    part = alpha[1] * (torch.where(mean > 0, u / mean, 1.0) - 1)
+    base = statistics(u, sharers, mask=members, backend=backend).least
+    # float32 keeps more of this difference than of u, and equal numbers are equal to their mean.
+    above = constant(u - base, backend)
+    usual = statistics(above, sharers, mask=members, backend=backend).mean
+    mean = base + usual
+    part = alpha[1] * torch.where(mean > 0, (above - usual) / mean, 0.0)
     if normalised:  # without the size that they share, beside which float32 would lose what tells rewards apart
         part = constant(torch.where(right, part, -part), backend)
         of_outcome = statistics(part, outcome, mask=members, backend=backend)
         deviation = of_outcome.deviation(0)
-        rewards = torch.where(deviation > 0, (part.double() - of_outcome.mean) / deviation, 0.0)
+        apart = deviation > LEAST_DIFFERENCE * abs(alpha[1])
+        rewards = torch.where(apart, (part.double() - of_outcome.mean) / deviation, 0.0)
     else:
         size = alpha[0] + alpha[1] + part
         rewards = torch.where(right, size, -size)

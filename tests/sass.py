@@ -69,7 +69,7 @@ def disassembled(cubin: Path) -> dict[str, list[str]] | None:
 
 def disassembled_together(kernels: list[bytes]) -> list[list[str]]:
     """The lines of each kernel's instructions for sm_90, by one start of the disassembler, which takes half a second.
-    It shows such instructions with addresses in the place of labels."""
+    Such instructions are shown with addresses instead of labels."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(kernels))
         file.flush()

@@ -302,7 +302,7 @@ def test_tiles_that_a_mask_leaves_whole_or_empty(gate):
 
 @pytest.mark.parametrize("gate", [gates.dapo(), gates.tis(), gates.sapo()], ids=lambda gate: gate.name)
 def test_a_gradient_larger_than_the_caches_has_the_bits_of_any_other(gate, backend="cpu"):
-    """The gradient is written past them."""
+    """A gradient of 2^20 tokens or more is written past the caches, those of its two parts are not."""
     lengths = torch.cat([torch.tensor([0, 1, 7, 60, 1500, 3, 100]).repeat(626), torch.tensor([2**14 + 5])])
     batch = hpo.PackedBatch.from_lengths(lengths, mask=torch.arange(int(lengths.sum())) % 500 < 450)
     draw = torch.Generator().manual_seed(0)

@@ -95,8 +95,8 @@ struct FastVector {
 // So many tokens have a gradient that the caches of a core do not hold: 4 MiB.
 constexpr int64_t kPastCaches = int64_t(1) << 20;
 
-// Where the gradient of a tile goes. A large one, which nothing reads before the call returns, is written past the caches: its
-// lines are not read before, and evict none of the inputs.
+// The place of a tile's gradient. A large gradient, which nothing reads before the call returns, is written past the caches:
+// its lines are not read before, and evict none of the inputs. If it begins with a line, so do whole vectors of its tiles.
 struct GradientOut {
   float* to;
   const bool past_caches;

@@ -53,7 +53,8 @@ def prime(
     given = torch.where(valid, token_rewards, 0.0).double()
     ones = torch.ones_like(given)
     mean = row_sums(given, batch, backend) / row_counts(batch)  # of a row without tokens 0 / 0: in no baseline
-    least = statistics(mean, group_ids, backend=backend).least  # in float32, as a mean of means would be at every token
+    # Kernels round to float32: differences from the least mean keep digits that the means would lose at every token.
+    least = statistics(mean, group_ids, backend=backend).least
     group = statistics(mean - least, group_ids, backend=backend)
     compared = group.members > 1
     gain = torch.where(compared, process_weight * group.members / (group.members - 1).clamp(min=1), 0.0)

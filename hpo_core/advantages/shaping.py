@@ -273,7 +273,7 @@ def _softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The softmax of each unit among those of its group in the mask, in float64, and their number."""
     lead = exponents
-    for _ in range(2):  # kernels round the greatest to float32, which leaves some of a sum of thousands of tokens
+    for _ in range(2):  # kernels round the greatest of large sums to float32: the first difference keeps a remainder
         lead = lead - statistics(lead, ids, mask=mask, backend=backend).greatest
     powers = torch.where(mask, lead, 0.0).exp()
     group = statistics(powers, ids, mask=mask, backend=backend)

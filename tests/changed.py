@@ -99,7 +99,11 @@ def kernels(names: str, modules: tuple[str, ...]) -> list[Rule]:
     rules = [
         Rule(tuple(f"csrc/cpu/{stem}*" for stem in stems), modules),
         Rule(tuple(f"csrc/cuda/{stem}*" for stem in stems), (*modules, "cuda_compile"), ("cuda_emulated",)),
-        Rule(tuple(f"csrc/include/hpo/{stem}.h" for stem in stems), modules, ("cpu", "cuda_emulated")),
+        Rule(
+            tuple(f"csrc/include/hpo/{room}{stem}.h" for room in ("", "api/") for stem in stems),
+            modules,
+            ("cpu", "cuda_emulated"),
+        ),
         Rule(tuple(f"kernels/hpo_triton/{stem}.py" for stem in stems), modules, ("triton",)),
         Rule(
             tuple(f"hpo_core/{room}/{stem}.py" for room in ("reference", "ops") for stem in stems),

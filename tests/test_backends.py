@@ -23,7 +23,7 @@ from hpo_core import specs, testing
 
 backends = importlib.import_module("hpo_core.backends")  # the attribute of this name is the function
 NAMES = ("reference", "cpu", "triton", "cuda", "cuda_emulated")
-API = Path(__file__).parents[1] / "csrc" / "include" / "hpo" / "api.h"
+API = Path(__file__).parents[1] / "csrc" / "include" / "hpo" / "api"
 
 
 @pytest.fixture(autouse=True)
@@ -269,7 +269,8 @@ KINDS = [kind for kind in vars(specs).values() if isinstance(kind, type) and iss
 @pytest.mark.skipif(not API.exists(), reason="needs the source")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not specs.Unit])  # the batch resolves units
 def test_enumerations_are_those_of_the_c_interface(kind):
-    [body] = re.findall(rf"enum class {kind.__name__} : int32_t {{(.*?)}}", API.read_text(), re.DOTALL)
+    declared = "".join(header.read_text() for header in API.iterdir())
+    [body] = re.findall(rf"enum class {kind.__name__} : int32_t {{(.*?)}}", declared, re.DOTALL)
     numbers = {name.upper(): int(number) for name, number in re.findall(r"(\w+) = (\d+)", body)}
     if kind is specs.Invalid:
         numbers["BREAK"] = numbers.pop("STOP")  # `break` is a word of C++

@@ -1,4 +1,4 @@
-// group_normalise.
+// group_normalise and group_statistics.
 #pragma once
 #include "arguments.h"
 
@@ -47,6 +47,19 @@ inline void bind_advantages(py::module_& m) {
     args.advantages = pointer<float>(advantages);
     args.workspace = pointer<void>(workspace);
     run([&] { return hpo_group_normalise(&args, context); });
+  });
+
+  m.def("group_statistics_workspace", &hpo_group_statistics_workspace);
+  m.def("group_statistics", [](int64_t units, Address values, Address ids, Address weights, Address mask, Address statistics,
+                               Address workspace, int64_t context) {
+    const GroupStatisticsArgs args = {units,
+                                      pointer<const float>(values),
+                                      pointer<const int64_t>(ids),
+                                      pointer<const float>(weights),
+                                      pointer<const uint8_t>(mask),
+                                      pointer<double>(statistics),
+                                      pointer<void>(workspace)};
+    run([&] { return hpo_group_statistics(&args, context); });
   });
 }
 

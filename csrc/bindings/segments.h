@@ -1,4 +1,4 @@
-// row_counts, row_spans, group_statistics and recurrence.
+// row_counts, row_spans and recurrence.
 #pragma once
 #include "arguments.h"
 
@@ -20,19 +20,6 @@ inline void bind_segments(py::module_& m) {
     const Offsets offsets(cu_seqlens, rows);
     const RowSpansArgs args = {tokens, rows, pointer<const uint8_t>(mask), offsets.data(), pointer<int64_t>(spans)};
     run([&] { return hpo_row_spans(&args, context); });
-  });
-
-  m.def("group_statistics_workspace", &hpo_group_statistics_workspace);
-  m.def("group_statistics", [](int64_t units, Address values, Address ids, Address weights, Address mask, Address statistics,
-                               Address workspace, int64_t context) {
-    const GroupStatisticsArgs args = {units,
-                                      pointer<const float>(values),
-                                      pointer<const int64_t>(ids),
-                                      pointer<const float>(weights),
-                                      pointer<const uint8_t>(mask),
-                                      pointer<double>(statistics),
-                                      pointer<void>(workspace)};
-    run([&] { return hpo_group_statistics(&args, context); });
   });
 
   m.def("recurrence", [](int64_t units, int64_t rows, Address values, Address gains, Address cu_seqlens, Address scanned,

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "arithmetic.h"
+#include "hpo/api.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(generic)

@@ -1,7 +1,7 @@
 // The weights of tokens: their own, and the factors of corrections by their own statistic and by those of their row.
 #pragma once
 #include "gates_sure_masks.h"
-#include "hpo/api.h"
+#include "hpo/api/gates.h"
 #include "rows.h"
 
 namespace hpo::HPO_ISA {

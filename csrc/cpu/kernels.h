@@ -1,7 +1,27 @@
 // The kernels of one instruction set. Every file of this folder but dispatch.cpp is compiled once per instruction set, with
 // HPO_ISA as the name of its namespace; dispatch.cpp chooses between them. No kernel depends on the number of threads.
 #pragma once
-#include "hpo/api.h"
+#include <cstdint>
+
+namespace hpo {  // the structs of hpo/api/
+struct PolicyLossArgs;
+struct GateStructure;
+struct GateNumbers;
+struct Hierarchy;
+struct Correction;
+struct GroupNormaliseArgs;
+struct GroupStatisticsArgs;
+struct RecurrenceArgs;
+struct WindowArgs;
+struct OrderStatisticArgs;
+struct SelectArgs;
+struct OrderStatisticsArgs;
+struct CovarianceArgs;
+struct RowCountsArgs;
+struct RowSpansArgs;
+struct LogprobsArgs;
+struct LogprobsBackwardArgs;
+}  // namespace hpo
 
 // DO(isa, result, name, parameters) for each kernel.
 #define HPO_EACH_KERNEL(DO, isa)                                                                                          \

@@ -3,7 +3,6 @@
 #pragma once
 #include <algorithm>
 
-#include "hpo/api.h"
 #include "hpo/rows.h"
 #include "parallel.h"
 

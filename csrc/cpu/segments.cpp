@@ -2,6 +2,7 @@
 // every row to its start.
 #include <algorithm>
 
+#include "hpo/api/segments.h"
 #include "kernels.h"
 #include "rows.h"
 

@@ -5,6 +5,7 @@
 // registers and decides bit by bit. Counts are integers, so results do not depend on the order.
 #include "bins.cuh"
 #include "grid.cuh"
+#include "hpo/api/scopes.h"
 #include "hpo/entropy.h"
 #include "hpo/rows.h"
 

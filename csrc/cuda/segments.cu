@@ -4,7 +4,7 @@
 // so that one long row among short ones does not keep a single warp busy.
 #include <cfloat>
 
-#include "hpo/api.h"
+#include "hpo/api/segments.h"
 
 #include "grid.cuh"
 #include "units.cuh"

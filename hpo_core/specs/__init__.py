@@ -1,4 +1,4 @@
-"""The closed choices that kernels know, in one place: Python's side of ``csrc/include/hpo/api.h`` (a test compares
+"""The closed choices that kernels know, in one place: Python's side of ``csrc/include/hpo/api/`` (a test compares
 them).
 
 A published method is a value of one of these structures; it never adds a kind of its own.

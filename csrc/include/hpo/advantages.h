@@ -3,7 +3,7 @@
 #pragma once
 #include <cfloat>
 
-#include "api.h"
+#include "api/advantages.h"
 #include "math.h"
 
 namespace hpo {

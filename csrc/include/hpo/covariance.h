@@ -2,7 +2,7 @@
 #pragma once
 #include <cfloat>
 
-#include "api.h"
+#include "api/covariance.h"
 #include "math.h"
 
 namespace hpo {

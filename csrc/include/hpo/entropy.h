@@ -1,7 +1,7 @@
 // The arithmetic of entropy windows and of order statistics, shared by all backends in C++ and CUDA. The definition is
 // hpo_core/reference/entropy.py.
 #pragma once
-#include "api.h"
+#include "api/entropy.h"
 #include "math.h"
 
 namespace hpo {

@@ -3,7 +3,7 @@
 #pragma once
 #include <cfloat>
 
-#include "api.h"
+#include "api/hierarchy.h"
 #include "math.h"
 
 namespace hpo {

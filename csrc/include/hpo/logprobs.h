@@ -7,7 +7,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "hpo/api.h"
+#include "hpo/api/logprobs.h"
 #include "hpo/math.h"
 
 namespace hpo {

@@ -294,7 +294,7 @@ MUTANTS = {
     ),
     "cpu: past the caches a vector goes where its tile begins": Mutant(
         "cpu", "cpu/gates_fast_path.h",
-        "store_past_caches(gradient, to + vector.i)", "store_past_caches(gradient, to)",
+        "store_past_caches(gradient, to + i)", "store_past_caches(gradient, to)",
         "test_gates.test_a_gradient_larger_than_the_caches_has_the_bits_of_any_other", {"gate": gates.dapo()},
     ),
     "cpu: plain tiles of few rows ignore the mask": Mutant(

@@ -300,7 +300,7 @@ def test_tiles_that_a_mask_leaves_whole_or_empty(gate):
     assert call(every_logp, hpo.PackedBatch.from_padded(everything)) == call(every_logp, unmasked)
 
 
-@pytest.mark.parametrize("gate", [gates.dapo(), gates.tis(), gates.sapo()], ids=lambda gate: gate.name)
+@pytest.mark.parametrize("gate", [gates.dapo(), gates.tis(), gates.sapo(), gates.gspo()], ids=lambda gate: gate.name)
 def test_a_gradient_larger_than_the_caches_has_the_bits_of_any_other(gate, backend="cpu"):
     """A gradient of 2^20 tokens or more is written past the caches, those of its two parts are not."""
     lengths = torch.cat([torch.tensor([0, 1, 7, 60, 1500, 3, 100]).repeat(626), torch.tensor([2**14 + 5])])

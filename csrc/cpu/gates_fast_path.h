@@ -105,10 +105,15 @@ struct GradientOut {
       : to(args.grad ? args.grad + first : otherwise),
         past_caches(args.grad && args.tokens >= kPastCaches && uintptr_t(args.grad) % kLine == 0) {}
 
+  template <bool kWhole>
+  HPO_INLINE void store(int i, Mask own, Floats gradient) const {
+    if (kWhole && past_caches) store_past_caches(gradient, to + i);
+    else store_own<kWhole>(own, gradient, to + i);
+  }
+
   template <class Vector>
   HPO_INLINE void store(const Vector& vector, Floats gradient) const {
-    if (Vector::whole && past_caches) store_past_caches(gradient, to + vector.i);
-    else vector.store(gradient, to);
+    store<Vector::whole>(vector.i, vector.own, gradient);
   }
 };
 

@@ -177,6 +177,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
       leaves.for_each_block(task, [&](const Block& block) {
         if (!leaves.stands_alone(block.leaf)) body(sweeps.at(block.row), task, block, scratch);
       });
+      end_stores_past_caches();
     });
   };
 
@@ -194,6 +195,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
                          space.log_ratios.at(task, block) = sums;
                          space.fast.at(task, block) = fast;
                        });
+        end_stores_past_caches();
         space.partials[task] = partial;
       });
     if (some_together) sum_segments(leaves, space, threads);

@@ -187,13 +187,12 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
 inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begin, int end, const PreClip& clip, int sign,
                              float own_gradient, float aggregate_grad, const float* weights) {
   const FastSource source(args, first);
-  float* grad = args.grad + first;
+  const GradientOut grad(args, first, nullptr);
   const bool clips = clip.low[sign] > -INFINITY || clip.high[sign] < INFINITY;  // else log-ratios need not be read again
   const Floats low = all<Floats>(clip.low[sign]), high = all<Floats>(clip.high[sign]);
   const Floats each = all<Floats>(own_gradient + aggregate_grad);
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
-    __builtin_prefetch(grad + i + kAhead, 1);
     Mask present = args.mask ? present_own<kWhole>(own, args.mask + first + i) : own;
     if (clips) {
       const Floats x = source.log_ratio<kWhole>(i, own);
@@ -204,7 +203,7 @@ inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begi
       const Floats weight = load_own<kWhole>(own, weights + i);
       here = aggregate_grad + keep_if(but_not(own, is_nan(weight)), own_gradient * weight);
     }
-    store_own<kWhole>(own, keep_if(present, here), grad + i);
+    grad.store<kWhole>(i, own, keep_if(present, here));
   });
 }
 

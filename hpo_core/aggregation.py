@@ -30,9 +30,10 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 
 from .arguments import as_float, check_choice, examines
-from .batch import PackedBatch, alone_without, renumber, row_counts
+from .batch import PackedBatch, alone_without, renumber, row_counts, row_weights
 from .checks import check, check_device, check_dtype, check_shape_of_tokens, require_type
 from .distributed import check_is_step, is_distributed, sum_in_order, world_size
+from .specs import Denominator
 
 __all__ = ["fixed_length", "prompt_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean", "vl_norm"]
 
@@ -61,8 +62,7 @@ def default(batch: PackedBatch, of_steps: bool) -> torch.Tensor:
 
 
 def _token_mean_in_steps(batch: PackedBatch) -> torch.Tensor:
-    inside = batch.once(PackedBatch.step_of_token) >= 0
-    return token_mean(batch, selected=inside)
+    return token_mean(batch, selected=batch.once(PackedBatch.step_of_token) >= 0)
 
 
 @examines
@@ -80,9 +80,7 @@ def token_mean(
     >>> token_mean(PackedBatch.from_lengths([3, 1]))
     tensor([0.2500, 0.2500])
     """
-    counts = _counts(batch, selected)
-    scale = _scale(batch, counts.sum(), total, process_group, gradient_reduction, ranks)
-    return scale.repeat(batch.rows)
+    return _of_counts(Denominator.TOKENS, batch, selected, total, process_group, gradient_reduction, ranks)
 
 
 @examines
@@ -103,9 +101,7 @@ def seq_mean_token_mean(
     >>> seq_mean_token_mean(PackedBatch.from_lengths([4, 1]))
     tensor([0.1250, 0.5000])
     """
-    counts = _counts(batch, selected)
-    scale = _scale(batch, (counts > 0).sum(), total, process_group, gradient_reduction, ranks)
-    return _over(scale, counts)
+    return _of_counts(Denominator.ROWS_AND_TOKENS, batch, selected, total, process_group, gradient_reduction, ranks)
 
 
 @examines
@@ -125,9 +121,7 @@ def seq_mean_token_sum(
     >>> seq_mean_token_sum(PackedBatch.from_lengths([4, 1]))
     tensor([0.5000, 0.5000])
     """
-    counts = _counts(batch, selected)
-    scale = _scale(batch, (counts > 0).sum(), total, process_group, gradient_reduction, ranks)
-    return scale.repeat(batch.rows)
+    return _of_counts(Denominator.ROWS, batch, selected, total, process_group, gradient_reduction, ranks)
 
 
 @examines
@@ -212,7 +206,7 @@ def prompt_mean(
     """
     check(batch.group_ids is not None, "group_ids: prompt_mean needs them; pass group_ids to PackedBatch")
     assert batch.group_ids is not None
-    counts = _counts(batch, selected)
+    counts = _counts(batch, _chosen(batch, selected))
     group, _, _ = renumber(alone_without(batch.group_ids))
     tokens = torch.zeros_like(counts).scatter_add_(0, group, counts)  # integer sums do not depend on the order
     scale = _scale(batch, (tokens > 0).sum(), total, process_group, gradient_reduction, ranks)
@@ -223,14 +217,51 @@ def _check_length(length: float) -> None:
     check(0 < length < math.inf, "length: expected a constant > 0, got {}", length)
 
 
-def _counts(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor:
-    """The number of tokens that count, per row ``[S]``."""
+def _chosen(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor | None:
+    """The tokens that count among the valid ones, ``[T]``; None: all."""
     if selected is None:
-        return batch.once(row_counts)
+        return None
     check_dtype("selected", selected, (torch.bool,), "pass a bool mask")
     check_shape_of_tokens("selected", selected, batch)
     check_device("selected", selected, batch.device, "the batch")
-    return row_counts(batch, selected.reshape(-1))
+    return selected.reshape(-1)
+
+
+def _counts(batch: PackedBatch, chosen: torch.Tensor | None) -> torch.Tensor:
+    """The number of tokens that count, per row ``[S]``."""
+    return batch.once(row_counts) if chosen is None else row_counts(batch, chosen)
+
+
+def _of_counts(
+    denominator: Denominator,
+    batch: PackedBatch,
+    selected: torch.Tensor | None,
+    total: Total,
+    group: ProcessGroup | None,
+    gradient_reduction: str | None,
+    ranks: float | None,
+) -> torch.Tensor:
+    """The weights that need the counts of rows alone: one kernel, unless the step has tokens in other batches, too."""
+    chosen = _chosen(batch, selected)
+    if total is None and group is None:
+        return row_weights(batch, denominator, _factor(batch, total, group, gradient_reduction, ranks), chosen)
+    counts = _counts(batch, chosen)
+    own = counts if denominator is Denominator.TOKENS else counts > 0
+    scale = _scale(batch, own.sum(), total, group, gradient_reduction, ranks)
+    return _over(scale, counts) if denominator is Denominator.ROWS_AND_TOKENS else scale.repeat(batch.rows)
+
+
+def _factor(
+    batch: PackedBatch, total: Total, group: ProcessGroup | None, gradient_reduction: str | None, ranks: float | None
+) -> float:
+    """The factor of all weights, after checks that a count is that of the whole step."""
+    check(total is None or group is None, "total: give the global count, or process_group to sum it over, not both")
+    check(
+        total is not None or not batch.is_part,
+        "total: this batch is a part of a larger one, whose counts it does not know; take weights[part.rows] of the "
+        "weights of the whole, or pass total=",
+    )
+    return _ranks_averaged(total is not None or group is not None, group, gradient_reduction, ranks)
 
 
 def _scale(
@@ -242,13 +273,7 @@ def _scale(
     ranks: float | None,
 ) -> torch.Tensor:
     """``1 / count`` as a 0-dim float32 tensor; 0 where the count is 0, so that an empty step has loss 0."""
-    check(total is None or group is None, "total: give the global count, or process_group to sum it over, not both")
-    check(
-        total is not None or not batch.is_part,
-        "total: this batch is a part of a larger one, whose counts it does not know; take weights[part.rows] of the "
-        "weights of the whole, or pass total=",
-    )
-    factor = _ranks_averaged(total is not None or group is not None, group, gradient_reduction, ranks)
+    factor = _factor(batch, total, group, gradient_reduction, ranks)
     if group is not None:
         own = own.clone()
         torch.distributed.all_reduce(own, group=group)
@@ -272,7 +297,7 @@ def _scale(
         own = own.new_full((), number, dtype=torch.float64)
     count = own.to(torch.float64)  # float64 keeps counts beyond 2^24 tokens exact until the one division
     # A tensor is not read on the host: the root of an invalid count (NaN or below 0) makes the loss NaN, the root
-    # of 0 is 0. Each kernel counts: a new batch without weights= waits for all of them.
+    # of 0 is 0.
     scale = torch.where(count > 0, factor / count, count.sqrt())
     return scale.to(torch.float32)
 

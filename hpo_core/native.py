@@ -93,10 +93,8 @@ class Native:
         return function(*arguments, 1 if _forked else torch.get_num_threads())
 
     def _workspace(self, size: int, like: torch.Tensor) -> torch.Tensor:
-        if not self._on_cuda:
-            scratch = self._scratch.tensor
-            if size <= scratch.numel():
-                return scratch
+        if not self._on_cuda and size <= (scratch := self._scratch.tensor).numel():
+            return scratch
         workspace = like.new_empty(size, dtype=torch.uint8)  # quicker than torch.empty, which parses a device
         if size >= _LARGE and not self._on_cuda:
             self.module.advise_large_pages(workspace, size)
@@ -189,7 +187,7 @@ class Native:
         self, inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None
     ) -> torch.Tensor:
         """The factor ``[T]`` of ``logp - old_logp``, times ``token_weight``; ``reduce``: for ``spec.of_segments``."""
-        tokens, rows, leaves = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, inputs.leaves
+        tokens, rows, leaves = inputs.logp.numel(), _rows(inputs.cu_seqlens), inputs.leaves
         factor = torch.empty_like(inputs.logp)
         workspace = self._workspace(self.module.correction_workspace(tokens, leaves), inputs.logp)
         call = (
@@ -334,8 +332,7 @@ class Native:
         keys, members = torch.empty_like(logp), logp.new_empty(1, dtype=torch.int64)
         given = (logp, advantages, cu_seqlens, mask, *draw, keys, members)
         workspace = self._workspace(self.module.covariance_workspace(logp.numel()), logp)
-        rows = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-        self._call(self.module.covariance, logp, logp.numel(), rows, *given, workspace)
+        self._call(self.module.covariance, logp, logp.numel(), _rows(cu_seqlens), *given, workspace)
         return keys, members
 
     def group_statistics(
@@ -351,20 +348,26 @@ class Native:
 
     def recurrence(self, values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         scanned = torch.empty_like(values)
-        sizes = (values.numel(), cu_seqlens.numel() - 1)
-        self._call(self.module.recurrence, values, *sizes, values, gains, cu_seqlens, scanned)
+        given = (values, gains, cu_seqlens, scanned)
+        self._call(self.module.recurrence, values, values.numel(), _rows(cu_seqlens), *given)
         return scanned
 
     def row_counts(self, mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
-        rows = cu_seqlens.numel() - 1
-        counts = cu_seqlens.new_empty(rows)
-        self._call(self.module.row_counts, cu_seqlens, total_tokens, rows, mask, cu_seqlens, counts)
+        counts = cu_seqlens.new_empty(_rows(cu_seqlens))
+        self._call(self.module.row_counts, cu_seqlens, total_tokens, len(counts), mask, cu_seqlens, counts, None, 0, 0)
         return counts
 
+    def row_weights(
+        self, mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, denominator: int, factor: float
+    ) -> torch.Tensor:
+        weights, counts = cu_seqlens.new_empty(_rows(cu_seqlens), dtype=torch.float32), torch.empty_like(cu_seqlens)
+        given = (total_tokens, weights.numel(), mask, cu_seqlens, counts, weights, int(denominator), factor)
+        self._call(self.module.row_counts, cu_seqlens, *given)
+        return weights
+
     def row_spans(self, mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
-        rows = cu_seqlens.numel() - 1
-        spans = cu_seqlens.new_empty(2 * rows + 2)
-        self._call(self.module.row_spans, cu_seqlens, total_tokens, rows, mask, cu_seqlens, spans)
+        spans = cu_seqlens.new_empty(2 * cu_seqlens.numel())
+        self._call(self.module.row_spans, cu_seqlens, total_tokens, _rows(cu_seqlens), mask, cu_seqlens, spans)
         return spans
 
     def uninitialised(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -190,9 +190,9 @@ def prepare(
     if beyond:
         exchange = exchange_of(batch, spec, gate.name, gate.units, process_group, aggregates)
     if weights is None:
-        weights = aggregation.default(batch, gate.of_steps)
+        weights = aggregation.default(batch, gate.of_steps).to(dtype)
     else:
-        weights = examined("weights", weights, "[S] (one per row)")
+        weights = checked_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device)
     token_mask, token_weight = _mask_and_weight(token_mask, token_weight, gate_mask, gate_weight, selection, token)
     low: torch.Tensor | None = None
     high: torch.Tensor | None = None
@@ -202,7 +202,7 @@ def prepare(
         logp,
         None if old_logp is None else token("old_logp", old_logp),
         as_constant("advantages", level_advantages, None, "", dtype, device),
-        as_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device),
+        weights,
         batch.cu_seqlens,
         batch.mask,
         None if ref_logp is None else token("ref_logp", ref_logp),

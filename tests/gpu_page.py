@@ -159,7 +159,9 @@ Every test run compiles the kernels for sm_90 again and fails on a spill, on mor
 
 The launches of `policy_loss_and_grad` on a batch whose weights are known, with the inputs that a preset needs; each
 once unless the table says more. Tokens are few where the blocks of a sweep are at most three quarters of those that
-the device holds at once: on an H100 up to 970,000 in rows of 2048, or 640,000 with two blocks on a multiprocessor.\
+the device holds at once: on an H100 up to 970,000 in rows of 2048, or 640,000 with two blocks on a multiprocessor.
+Default weights of a new batch are one launch more, of `weigh_rows` or `_count_rows`; `backward()` adds two, the seed of
+the gradient and the product with it.\
 """.splitlines()
 CUDA = """
 ## CUDA on sm_90

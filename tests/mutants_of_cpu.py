@@ -487,6 +487,11 @@ MUTANTS = {
         "return any(present_lanes(differing));", "return false;",
         "test_row_advantages.test_one_advantage_in_each_row_is_that_of_the_row", {"gate": gates.fiberpo()},
     ),
+    "cpu: a row without tokens counts among rows": Mutant(
+        "cpu", "include/hpo/segments.h",
+        "int64_t(count > 0)", "int64_t(count >= 0)",
+        "test_segments.test_weights_of_rows_in_many_blocks", {},
+    ),
     "cpu: a row's scan goes on into the row before": Mutant(
         "cpu", "cpu/segments.cpp",
         "following = args.values[unit] + args.gains[unit] * following;",

@@ -117,6 +117,11 @@ MUTANTS = {
         "inputs.vector.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.vector.has(i)",
         "test_promises.test_masked_is_never_read", {"name": "preset: ppo_clip"},
     ),
+    "cuda: half of the rows of a block alone divide": Mutant(
+        "cuda_emulated", "cuda/segments.cu",
+        "threadIdx.x < kWarps", "threadIdx.x < kWarps / 2",
+        "test_segments.test_weights_of_rows_in_many_blocks", {},
+    ),
     "cuda: a span ends with the first lane that has a valid token": Mutant(
         "cuda_emulated", "cuda/segments.cu",
         "31 - __clz(int(found))", "__ffs(int(found)) - 1",

@@ -15,6 +15,11 @@ MUTANTS = {
         "tile = range_.begin + (begin - range_.begin) // MASKED_TOKENS * MASKED_TOKENS\n",
         "test_segments.test_spans_of_long_rows_with_few_valid_tokens", {},
     ),
+    "triton: half of the programs are done before weights are written": Mutant(
+        "triton", "segments.py",
+        'sem="acq_rel") == programs - 1', 'sem="acq_rel") == programs // 2',
+        "test_segments.test_weights_of_rows_in_many_blocks", {},
+    ),
     "triton: a known gradient is a sum, not a mean": Mutant(
         "triton", "gated_levels.py",
         "if SHAPE.divisors[0][0]:", "if SHAPE.divisors[0][0] and SHAPE.drop:",

@@ -43,7 +43,7 @@ import importlib, torch, hpo_core
 module = importlib.import_module("hpo_core._{backend}")
 offsets, counts = torch.tensor([0, 5]), torch.zeros(3, dtype=torch.int64)
 def run(rows=1, odd=0):
-    module.row_counts(5, rows, None, offsets, counts.view(torch.uint8)[odd:], 1)
+    module.row_counts(5, rows, None, offsets, counts.view(torch.uint8)[odd:], None, 0, 0.0, 1)
 run()
 assert counts.tolist() == [5, 0, 0]
 {call}

@@ -283,7 +283,7 @@ def test_a_dispatch_mode_sees_every_kernel():
     names = []
     with Names():
         loss(batch)
-    assert "hpo_core::row_counts" in names
+    assert "hpo_core::row_weights" in names
 
 
 def test_training_after_a_first_call_in_inference_mode():

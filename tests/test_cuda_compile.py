@@ -34,7 +34,7 @@ REGENERATE = "(now, in docs/gpu.md); if it is worth it, run python tests/gpu_pag
 # Kernels that read every token or score must read 16 bytes at once to use the bandwidth.
 WIDE = {
     "sweep", "prepare_settled<4, 1>", "prepare_leaves", "sweep_leaves", "deliver_gradient", "correct_tokens",
-    "select_top", "count_rows", "sum_rows", "differentiate_rows", "differentiate_loss", "scale",
+    "select_top", "count_rows", "weigh_rows", "sum_rows", "differentiate_rows", "differentiate_loss", "scale",
 }  # fmt: skip
 
 # The limit of instructions per aligned logit. An SM of an H100 issues 4 per cycle and gets 13 bytes from memory, so a

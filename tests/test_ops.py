@@ -332,7 +332,7 @@ def test_an_address_that_is_no_number_is_an_error():
         data_ptr = staticmethod(lambda: "nowhere")
 
     with pytest.raises(TypeError):
-        importlib.import_module("hpo_core._cpu").row_counts(0, 0, Broken(), None, None, 0)
+        importlib.import_module("hpo_core._cpu").row_counts(0, 0, Broken(), None, None, None, 0, 0.0, 0)
 
 
 @pytest.mark.parametrize("call", OPERATOR_CALLS, ids=[each.name.rpartition(".")[2] for each in OPERATOR_CALLS])

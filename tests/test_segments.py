@@ -1,6 +1,7 @@
 """Rows and groups on every backend: counts on any content of the offsets, statistics of groups, scans along rows."""
 
 import functools
+import importlib
 import itertools
 import math
 import sys
@@ -18,7 +19,7 @@ from hpo_core import ops, testing
 from hpo_core.ops.gates import check_inputs
 from hpo_core.reference import segments as reference
 from hpo_core.segments import recurrence
-from hpo_core.specs import PolicyLossInputs
+from hpo_core.specs import Denominator, PolicyLossInputs
 from hpo_core.testing import Layout
 
 anything = st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 12)
@@ -28,6 +29,15 @@ def counts(backend, mask, offsets, tokens):
     device = testing.device_of(backend)
     mask = None if mask is None else mask.to(device)
     return ops.row_counts(mask, offsets.to(device), tokens, backend).cpu()
+
+
+def assert_weights(backend, mask, offsets, tokens, factor=3.0):
+    """Bitwise: each weight is made of whole numbers by one or two divisions."""
+    device = testing.device_of(backend)
+    moved = None if mask is None else mask.to(device)
+    for denominator in Denominator:
+        weights = ops.row_weights(moved, offsets.to(device), tokens, denominator, factor, backend).cpu()
+        assert torch.equal(weights, reference.row_weights(mask, offsets, tokens, denominator, factor)), denominator
 
 
 def assert_spans(backend, mask, offsets):
@@ -41,6 +51,7 @@ def test_counts(backend, layout):
     batch = layout.batch()
     expected = reference.row_counts(batch.mask, batch.cu_seqlens, batch.total_tokens)
     assert torch.equal(counts(backend, batch.mask, batch.cu_seqlens, batch.total_tokens), expected)
+    assert_weights(backend, batch.mask, batch.cu_seqlens, batch.total_tokens)
 
 
 @pytest.mark.usefixtures("at_length")
@@ -50,6 +61,40 @@ def test_long_rows_and_many_rows(backend, masked):
         batch = Layout(lengths, tail=7, masked=masked, seed=1).batch()
         expected = reference.row_counts(batch.mask, batch.cu_seqlens, batch.total_tokens)
         assert torch.equal(counts(backend, batch.mask, batch.cu_seqlens, batch.total_tokens), expected)
+        assert_weights(backend, batch.mask, batch.cu_seqlens, batch.total_tokens)
+
+
+def test_reference_row_weights():
+    mask, offsets = torch.tensor([True, True, False, True, True, True]), torch.tensor([0, 3, 3, 6])
+    by_hand = {"TOKENS": [0.2] * 3, "ROWS": [0.5] * 3, "ROWS_AND_TOKENS": [0.25, 0.0, 1 / 6]}
+    for denominator in Denominator:
+        weights = reference.row_weights(mask, offsets, 6, denominator, 1.0)
+        torch.testing.assert_close(weights, torch.tensor(by_hand[denominator.name]))
+
+
+def test_weights_of_rows_in_many_blocks(backend):
+    """Programs of Triton's take 4 rows and blocks of CUDA's 8: the sum is that of all."""
+    batch = Layout(tuple(k % 3 for k in range(40)), tail=7, masked="some", seed=1).batch()
+    assert_weights(backend, batch.mask, batch.cu_seqlens, batch.total_tokens)
+
+
+def test_weights_are_one_launch(backend, monkeypatch):
+    """Triton's programs count themselves in a number that is 0 again for the next launch."""
+    batch = Layout((3, 0, 2, 9, 1, 4), masked="some", seed=1).batch()
+    if backend == "cuda_emulated":
+        launches = importlib.import_module("hpo_core._cuda_emulated").launches
+    elif backend == "triton":
+        arrived = torch.zeros(1, dtype=torch.int32, device=testing.device_of(backend))
+        monkeypatch.setattr(importlib.import_module("hpo_core._triton.segments"), "counter", lambda device: arrived)
+        launches = lambda: dict(importlib.import_module("hpo_core._triton.launch").launches)  # noqa: E731
+    else:
+        pytest.skip("no launches are counted")
+    before = launches()
+    for _ in range(2):
+        assert_weights(backend, batch.mask, batch.cu_seqlens, batch.total_tokens)
+    started = {kernel: number - before.get(kernel, 0) for kernel, number in launches().items()}
+    kernel = {"cuda_emulated": "weigh_rows", "triton": "_count_rows"}[backend]
+    assert {name: number for name, number in started.items() if number} == {kernel: 2 * len(Denominator)}
 
 
 @pytest.mark.parametrize("lengths", [(20_000, 3, 17_000), (5, 16_384, 16_385, 0)])
@@ -68,12 +113,15 @@ def test_any_offsets(backend, offsets, masked):
     mask = torch.tensor([True, True, False, True, False, True, True, True]) if masked else None
     cu_seqlens = torch.tensor(offsets, dtype=torch.int64)
     assert torch.equal(counts(backend, mask, cu_seqlens, 8), reference.row_counts(mask, cu_seqlens, 8))
+    assert_weights(backend, mask, cu_seqlens, 8)
     if masked:
         assert_spans(backend, mask, cu_seqlens)
 
 
 def test_no_tokens(backend):
     assert counts(backend, None, torch.tensor([0, 0, 0]), 0).tolist() == [0, 0]
+    assert_weights(backend, None, torch.tensor([0, 0, 0]), 0)
+    assert_weights(backend, None, torch.tensor([0]), 0)
     assert counts(backend, torch.zeros(0, dtype=torch.bool), torch.tensor([0]), 0).tolist() == []
 
 

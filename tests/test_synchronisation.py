@@ -124,6 +124,19 @@ def test_nothing_synchronises():
         hpo.policy_loss(make(8, 8).requires_grad_(), None, make(8), make(8, 8, dtype=torch.bool)).loss.backward()
 
 
+def test_default_weights_are_one_kernel():
+    """A new batch needs them at once, and its loss waits for each of them."""
+    make = Device()
+    aggregation = hpo.aggregation
+    for mode in (aggregation.token_mean, aggregation.seq_mean_token_mean, aggregation.seq_mean_token_sum):
+        with OnDevice(ordered=True) as device, NoHostData():
+            mode(make.batch())
+        assert device.kernels == ["hpo_core::row_weights"]
+    with OnDevice(ordered=True) as device, NoHostData():
+        hpo.policy_loss(make(64).requires_grad_(), make(64), make(8), make.batch()).loss.backward()
+    assert device.kernels == ["hpo_core::row_weights", "hpo_core::policy_loss", "aten::ones_like", "aten::mul"]
+
+
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_kernels_of_the_single_call(gate):
     """Five ops and no kernel of torch's forward; the seed and the product backward."""

@@ -123,7 +123,7 @@ def test_dispatch_modes_see_the_operators():
         hpo.policy_loss_and_grad(given.logp, given.old_logp, given.advantages, given.batch)
     seen = [name.split(".")[1] for name in log.names if name.startswith("hpo_core")]
     single = ["group_normalise", "row_spans", "window_score", "order_statistic"]
-    expected = [*single, *["row_counts", "policy_loss"] * 3]
+    expected = [*single, *["row_weights", "policy_loss"] * 3]
     assert seen == expected
 
 

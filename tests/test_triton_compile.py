@@ -187,15 +187,20 @@ def test_no_loop_takes_more_issue_slots(share, every_run):
 @of_each_share
 def test_programs_that_wait_for_each_other_order_their_memory(share, every_run):
     """Each barrier orders what all threads have written before the release of one of them, and what all threads read
-    after its acquire. Other orders of the device would cost a flush of caches each. Nothing is read through the
-    read-only path, which may keep an old value of a word that a launch writes."""
+    after its acquire; so does the count of programs by which one finds that it is the last. Other orders of the device
+    would cost a flush of caches each. Nothing is read through the read-only path, which may keep an old value of a word
+    that a launch writes."""
     found = set()
     for report in share_on_sm_90(share, every_run):
         orders = report["orders"]
         released = [i for i, order in enumerate(orders) if order == "release"]
+        arrived = [i for i, order in enumerate(orders) if order == "acq_rel"]
         assert all(orders[i - 1 : i + 4] == ["sync", "release", "sync", "acquire", "sync"] for i in released), report
+        assert all(orders[i - 1 : i + 2] == ["sync", "acq_rel", "sync"] for i in arrived), report
+        assert not arrived or report["kernel"] == "_count_rows", report
         assert report["cooperative"] == bool(released) and not report["read_only"], report
-        assert len(released) == report["fences"] == PAGE[report["path"], report["kernel"]]["fences"], report
+        orders_of_device = len(released) + len(arrived)
+        assert orders_of_device == report["fences"] == PAGE[report["path"], report["kernel"]]["fences"], report
         if released:
             assert "relaxed" in orders[: released[0]], report
             found.add(report["kernel"])
@@ -334,6 +339,7 @@ def sweep():
         mean = Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND
         corrections.correction(leaves, CorrectionSpec(*mean, True, False, (-low, low), (high, 1.0)))
         segments.row_counts(mask, offsets, tokens)
+        segments.row_weights(mask, offsets, tokens, Denominator.TOKENS, low)
         segments.row_spans(mask, offsets, tokens)
         for first, last in ((0, 0), (1, 4), (-16, 0)):
             entropy.window_score(batch.logp, mask, offsets, first, last, Boundary.FULL, Invalid.SKIP)
@@ -479,8 +485,7 @@ def test_sizes_and_numbers_never_compile_again():
         "_sweep_leaves": 3,  # likewise
         "_deliver_gradient": 2,
         "_correct_tokens": 1,
-        "_begin_counts": 1,
-        "_count_rows": 1,
+        "_count_rows": 2,  # counts alone, and weights
         "_find_spans": 1,
         "_score_windows": 2,  # means and maxima
         "_carry_rows": 1,

@@ -41,6 +41,7 @@ def operator_calls() -> list[tuple[str, dict[str, Any], str]]:
     statistics = torch.cat((LOGITS.amax(1)[None], LOGITS[:, :2].t() + 1))
     return [
         ("row_counts", {**tokens, "total_tokens": 11, "backend": ""}, "cu_seqlens"),
+        ("row_weights", {**tokens, "total_tokens": 11, "denominator": 2, "factor": 1.0, "backend": ""}, "cu_seqlens"),
         ("row_spans", {**tokens, "total_tokens": 11, "backend": ""}, "cu_seqlens"),
         (
             "group_statistics",

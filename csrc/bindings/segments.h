@@ -5,14 +5,17 @@
 namespace hpo::bindings {
 
 inline void bind_segments(py::module_& m) {
-  m.def("row_counts", [](int64_t tokens, int64_t rows, Address mask, Address cu_seqlens, Address counts, int64_t context) {
-    RowCountsArgs args{};
-    args.tokens = tokens;
-    args.rows = rows;
-    args.mask = pointer<const uint8_t>(mask);
+  m.def("row_counts", [](int64_t tokens, int64_t rows, Address mask, Address cu_seqlens, Address counts, Address weights,
+                         int32_t denominator, double factor, int64_t context) {
     const Offsets offsets(cu_seqlens, rows);
-    args.cu_seqlens = offsets.data();
-    args.counts = pointer<int64_t>(counts);
+    const RowCountsArgs args = {tokens,
+                                rows,
+                                pointer<const uint8_t>(mask),
+                                offsets.data(),
+                                pointer<int64_t>(counts),
+                                pointer<float>(weights),
+                                Denominator(denominator),
+                                factor};
     run([&] { return hpo_row_counts(&args, context); });
   });
 

@@ -1,8 +1,9 @@
-// row_counts: the valid tokens of every row; row_spans: the first and the last of them; recurrence: a scan from the end of
-// every row to its start.
+// row_counts: the valid tokens of every row, and weights made of them; row_spans: the first and the last of them; recurrence:
+// a scan from the end of every row to its start.
 #include <algorithm>
 
-#include "hpo/api/segments.h"
+#include "hpo/segments.h"
+
 #include "kernels.h"
 #include "rows.h"
 
@@ -25,6 +26,11 @@ void row_counts(const RowCountsArgs& args, int threads) {
       }
     });
   });
+  if (!args.weights) return;
+  int64_t total = 0;
+  for (int64_t row = 0; row < args.rows; ++row) total += share_of_row(args.denominator, args.counts[row]);
+  for (int64_t row = 0; row < args.rows; ++row) args.weights[row] = row_weight(args, total, args.counts[row]);
+  args.counts[args.rows] = total;
 }
 
 // The mask is read up to a row's first valid token from either end.

@@ -1,10 +1,12 @@
-// row_counts, row_spans and recurrence, each in one launch. The definitions are hpo_core/reference/segments.py.
+// row_counts, with weights or without, row_spans and recurrence, each in one launch. The definitions are
+// hpo_core/reference/segments.py.
 //
 // In row_counts a block takes eight neighbouring rows. A warp counts a short row alone; all warps count a long row together,
-// so that one long row among short ones does not keep a single warp busy.
+// so that one long row among short ones does not keep a single warp busy. With weights blocks wait for each other: the number
+// that divides is the sum of all.
 #include <cfloat>
 
-#include "hpo/api/segments.h"
+#include "hpo/segments.h"
 
 #include "grid.cuh"
 #include "units.cuh"
@@ -46,7 +48,7 @@ __device__ __forceinline__ int64_t count_owned(const Pack& pack, const uint8_t* 
   return warp_sum(count);
 }
 
-__global__ void __launch_bounds__(kThreads) count_rows(const RowCountsArgs args) {
+__device__ __forceinline__ void count_rows_of_block(const RowCountsArgs& args) {
   HPO_SHARED(int64_t, partial, [kWarps]);
   HPO_SHARED(bool, is_long, [kWarps]);
   const Pack pack = {args.cu_seqlens, args.tokens, int(args.rows)};
@@ -81,6 +83,31 @@ __global__ void __launch_bounds__(kThreads) count_rows(const RowCountsArgs args)
       __syncthreads();
     }
     __syncthreads();
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) count_rows(const RowCountsArgs args) { count_rows_of_block(args); }
+
+// Four blocks to a multiprocessor: the assembler would keep to the registers of eight, and spill.
+__global__ void __launch_bounds__(kThreads, 4) weigh_rows(const RowCountsArgs args) {
+  int64_t* const total = args.counts + args.rows;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *total = 0;
+  count_rows_of_block(args);
+  int64_t sum = 0;  // over the rows of this block
+  if (threadIdx.x < kWarps) {
+#pragma unroll 1
+    for (int64_t row = int64_t(blockIdx.x) * kWarps + threadIdx.x; row < args.rows; row += int64_t(gridDim.x) * kWarps) {
+      sum += share_of_row(args.denominator, args.counts[row]);
+    }
+  }
+  sum = warp_sum(sum);
+  sync_grid();
+  if (threadIdx.x == 0 && sum > 0) atomicAdd(total, sum);  // integers: no order of additions shows
+  sync_grid();
+  const int64_t stride = int64_t(gridDim.x) * kThreads;
+#pragma unroll 1
+  for (int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x; row < args.rows; row += stride) {
+    args.weights[row] = row_weight(args, *total, args.counts[row]);
   }
 }
 
@@ -213,8 +240,13 @@ __global__ void __launch_bounds__(kThreads) scan_rows(const RecurrenceArgs args)
 extern "C" int hpo_row_counts(const hpo::RowCountsArgs* args, int64_t context) {
   using namespace hpo;
   if (args->rows == 0) return 0;
-  const dim3 blocks = blocks_of((args->rows + kWarps - 1) / kWarps);
-  HPO_LAUNCH(count_rows, blocks, dim3(kThreads), 0, reinterpret_cast<cudaStream_t>(context), *args);
+  const auto stream = reinterpret_cast<cudaStream_t>(context);
+  if (args->weights) {
+    const dim3 blocks(unsigned(blocks_together<weigh_rows>(args->rows * kWarp)));
+    HPO_LAUNCH_TOGETHER(weigh_rows, blocks, dim3(kThreads), 0, stream, *args);
+  } else {
+    HPO_LAUNCH(count_rows, blocks_of((args->rows + kWarps - 1) / kWarps), dim3(kThreads), 0, stream, *args);
+  }
   return int(cudaGetLastError());
 }
 

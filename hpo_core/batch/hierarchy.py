@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..checks import check
-from ..specs import Unit
+from ..specs import Denominator, Unit
 
 if TYPE_CHECKING:
     from .packed import PackedBatch
@@ -128,10 +128,21 @@ def valid_tokens(batch: PackedBatch) -> torch.Tensor:
 
 def row_counts(batch: PackedBatch, chosen: torch.Tensor | None = None) -> torch.Tensor:
     """The valid tokens of each row, ``[S]`` int64; with a mask ``[T]`` the chosen ones among them."""
-    mask = batch.mask
-    if chosen is not None:
-        mask = (chosen if mask is None else chosen & mask).contiguous()
-    return ops.row_counts(mask, batch.cu_seqlens, batch.total_tokens, None)
+    return ops.row_counts(_counted(batch, chosen), batch.cu_seqlens, batch.total_tokens, None)
+
+
+def row_weights(
+    batch: PackedBatch, denominator: Denominator, factor: float, chosen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``factor`` divided by these counts or their sum, ``[S]`` float32, in one kernel."""
+    mask = _counted(batch, chosen)
+    return ops.row_weights(mask, batch.cu_seqlens, batch.total_tokens, denominator, factor, None)
+
+
+def _counted(batch: PackedBatch, chosen: torch.Tensor | None) -> torch.Tensor | None:
+    if chosen is None:
+        return batch.mask
+    return (chosen if batch.mask is None else chosen & batch.mask).contiguous()
 
 
 def row_sums(values: torch.Tensor, batch: PackedBatch, backend: str | None = None) -> torch.Tensor:

@@ -61,7 +61,7 @@ class Immutable:
         """Versions and addresses of the tensors, which differ after any change; None for tensors without versions."""
         tensors = self._structure if static or self.mask is None else (self.mask, *self._structure)
         try:
-            state = [tensor._version for tensor in tensors] + [tensor.data_ptr() for tensor in tensors]
+            state = [number for tensor in tensors for number in (tensor._version, tensor.data_ptr())]
         except RuntimeError:  # tensors made in inference mode count no versions
             return None
         if self.cu_seqlens.is_cuda and not static:

@@ -10,7 +10,7 @@ from .linear_logprobs import linear_token_logprobs
 from .logprob_states import over_ranks
 from .logprobs import token_logprobs
 from .scopes import interpolated, order_statistics, segments_of_call, select_exact
-from .segments import group_statistics, recurrence, row_counts, row_spans
+from .segments import group_statistics, recurrence, row_counts, row_spans, row_weights
 
 __all__ = [
     "correction",
@@ -28,6 +28,7 @@ __all__ = [
     "recurrence",
     "row_counts",
     "row_spans",
+    "row_weights",
     "segments_of_call",
     "select",
     "select_exact",

@@ -6,10 +6,11 @@ import torch
 
 from ..backends import resolve
 from ..checks import check, check_dtype
+from ..specs import Denominator
 from .library import check_offsets, check_operand, numbers_of, operator
 
 
-def _check_counted(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, _: str) -> None:
+def _check_counted(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, *_: object) -> None:
     check(total_tokens >= 0, "total_tokens: expected a count >= 0, got {}", total_tokens)
     check_offsets("cu_seqlens", cu_seqlens, ("cu_seqlens", cu_seqlens))
     check_operand("mask", mask, (total_tokens,), (torch.bool,), ("cu_seqlens", cu_seqlens), "total_tokens")
@@ -25,6 +26,26 @@ def row_counts(
 ) -> torch.Tensor:
     """Valid tokens of each row ``[S]`` int64."""
     result: torch.Tensor = resolve("segments", cu_seqlens, backend).row_counts(mask, cu_seqlens, total_tokens)
+    return result
+
+
+@operator(
+    "row_weights(Tensor? mask, Tensor cu_seqlens, SymInt total_tokens, int denominator, float factor, str backend) "
+    "-> Tensor",
+    lambda mask, cu_seqlens, *_: cu_seqlens.new_empty(cu_seqlens.shape[0] - 1, dtype=torch.float32),
+    _check_counted,
+)
+def row_weights(
+    mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    total_tokens: int,
+    denominator: Denominator,
+    factor: float,
+    backend: str | None,
+) -> torch.Tensor:
+    """``factor`` divided by the tokens or rows that count, ``[S]`` float32: row counts and weights in one call."""
+    run = resolve("segments", cu_seqlens, backend).row_weights
+    result: torch.Tensor = run(mask, cu_seqlens, total_tokens, denominator, factor)
     return result
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..specs import PolicyLossInputs
+from ..specs import Denominator, PolicyLossInputs
 
 
 def flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
@@ -49,6 +49,20 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
     valid = row >= 0 if mask is None else mask & (row >= 0)
     counts = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.int64, device=cu_seqlens.device)
     return counts.index_add(0, row[valid], torch.ones_like(row[valid]))
+
+
+def row_weights(
+    mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, denominator: Denominator, factor: float
+) -> torch.Tensor:
+    """``factor`` divided by the :class:`Denominator`, ``[S]`` float32; 0 where that is 0. The quotient by the tokens or
+    rows of the batch is rounded to float32 before a row's own tokens divide it."""
+    counts = row_counts(mask, cu_seqlens, total_tokens)
+    total = (counts if denominator is Denominator.TOKENS else counts > 0).sum()
+    # A number divided by a tensor is the number times a reciprocal in PyTorch, which rounds twice.
+    scale = torch.where(total > 0, torch.full_like(total, factor, dtype=torch.float64) / total, 0.0).float()
+    if denominator is not Denominator.ROWS_AND_TOKENS:
+        return scale.repeat(counts.numel())
+    return torch.where(counts > 0, scale / counts.clamp(min=1), torch.zeros_like(scale))
 
 
 def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:

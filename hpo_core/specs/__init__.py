@@ -47,6 +47,7 @@ from .gates import (
 )
 from .logprobs import LOGITS, LogitRows, LogitType
 from .provenance import Provenance
+from .segments import Denominator
 
 __all__ = [
     "INDEX_RULES",
@@ -58,6 +59,7 @@ __all__ = [
     "Boundary",
     "Center",
     "CorrectionSpec",
+    "Denominator",
     "EpsMode",
     "Exchange",
     "GroupInputs",

@@ -125,7 +125,7 @@ def _report_of_nvidia(compiled: Any) -> Report:
         return len(re.findall(operation, source))
 
     fences = r"\b(?:fence|membar)\.|\b(?:atom|red)\.\S*(?:acquire|release|acq_rel)"
-    orders = re.findall(r"\bbar\.(sync)|\b(?:atom|red|ld)\.global\.gpu\.\S*(relaxed|release|acquire)", source)
+    orders = re.findall(r"\bbar\.(sync)|\b(?:atom|red|ld)\.global\.gpu\.\S*(relaxed|release|acquire|acq_rel)", source)
     return Report(
         compiled.metadata.name, registers, stack + local, compiled.metadata.shared, accesses("ld"), accesses("st"),
         count(r"\bbar(?:rier)?\.sync"), count(fences), count(r"\b(?:add|sub|mul|fma|div|setp|min|max)\S*\.f64\b"),

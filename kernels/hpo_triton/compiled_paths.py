@@ -18,6 +18,7 @@ from ..specs import (
     Boundary,
     Center,
     CorrectionSpec,
+    Denominator,
     EpsMode,
     GroupInputs,
     GroupNormalisation,
@@ -201,6 +202,8 @@ def paths() -> Iterator[NamedCall]:
     yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND, False)
     yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.MASK, True, in_loss=True)
     yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
+    given = (_masked().mask, _masked().cu_seqlens, TOKENS)
+    yield "row_weights", lambda: segments.row_weights(*given, Denominator.ROWS_AND_TOKENS, 1.0)
     yield "row_spans", lambda: segments.row_spans(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
     yield "window_score, maximum", lambda: _window(Boundary.CARRY, Invalid.SKIP, True, WindowAggregate.MAX)
@@ -267,6 +270,9 @@ def every_path() -> Iterator[NamedCall]:
     yield "covariance, unaligned", lambda: _covariance(draws=True, aligned=False)
     yield "covariance, advantages of tokens", lambda: _covariance(draws=True, of_tokens=True)
     yield "row_counts", lambda: segments.row_counts(None, _masked().cu_seqlens, TOKENS)
+    for denominator in Denominator:
+        counted = (None, _masked().cu_seqlens, TOKENS, denominator, 1.0)
+        yield f"row_weights {denominator.name}", lambda counted=counted: segments.row_weights(*counted)
     rules = itertools.product(Center, Scale, EpsMode)
     terms = [GroupTerm(center, scale, eps_mode=mode) for center, scale, mode in rules] + [GroupTerm(part=Part.MEAN)]
     for term, masked, units, grouped in itertools.product(terms, (False, True), (ROWS, MANY), (False, True)):

@@ -14,11 +14,10 @@ import triton.language as tl
 from ..specs import TokenDraw
 from .launch import REGISTERS, aligned, kernel, launch, programs_for
 from .math import clamp, is_finite
-from .rows import TILE, load, owners, places_of_tile, row_range, store
+from .rows import TILE, any_broken, load, owners, places_of_tile, store
 
 PROGRAMS = tl.constexpr(512)  # at least those of a sweep
 SUMS = tl.constexpr(4)  # of a program: members, log-probabilities, advantages, and 1 if any row is broken
-ROWS = tl.constexpr(1024)  # of which a program looks at the offsets at once
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
@@ -28,16 +27,6 @@ class Members(NamedTuple):
     logp: tl.tensor
     advantage: tl.tensor
     valid: tl.tensor
-
-
-@triton.jit
-def _any_broken(cu_seqlens, rows, tokens):
-    """Whether a search may miss the row that owns a token."""
-    broken = tl.zeros([ROWS], tl.int1)
-    if cu_seqlens is not None:
-        for first in range(0, rows, ROWS):
-            broken |= row_range(cu_seqlens, first + tl.arange(0, ROWS), rows, tokens).bad
-    return tl.max(broken.to(tl.int32)) > 0
 
 
 @triton.jit
@@ -70,7 +59,7 @@ def _sum_members(
     ALIGNED: tl.constexpr,
 ):
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    broken = _any_broken(cu_seqlens, rows, tokens)
+    broken = any_broken(cu_seqlens, rows, tokens)
     count = tl.zeros([TILE], tl.int32)
     of_logp = tl.zeros([TILE], tl.float64)
     of_advantages = tl.zeros([TILE], tl.float64)

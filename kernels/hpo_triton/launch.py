@@ -99,6 +99,22 @@ def launch_steps(kernel: Any, steps: dict[int, int], registers: int, *arguments:
         )  # fmt: skip
 
 
+def counter(device: torch.device) -> torch.Tensor:
+    """A number ``[1]`` that is 0 before a launch on the current stream; the launch sets it back to 0.
+
+    The launches of a stream share one, because they run one after the other. A graph has one of its own, which each
+    replay clears, because a replay may run beside the launches of any stream.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return _counter_of(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def _counter_of(device: torch.device, stream: int) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
 @functools.cache
 def processors_and_cache(device: torch.device) -> tuple[int, int]:
     """The multiprocessors of a device and the bytes of its L2 cache; those of an H100 where there is no device."""

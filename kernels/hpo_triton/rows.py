@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 TILE = tl.constexpr(1024)
+ROWS = tl.constexpr(1024)  # of which a program looks at the offsets at once
 SLOT = tl.constexpr(64)  # tokens
 SLOTS = tl.constexpr(16)  # of one program
 
@@ -103,6 +104,16 @@ def _range(begins, ends, row, rows, tokens):
 @triton.jit
 def row_range(cu_seqlens, row, rows, tokens):
     return _range(cu_seqlens, cu_seqlens + 1, row, rows, tokens)
+
+
+@triton.jit
+def any_broken(cu_seqlens, rows, tokens):
+    """Whether a search may miss the row that owns a token. Offsets may be None: there are no rows."""
+    broken = tl.zeros([ROWS], tl.int1)
+    if cu_seqlens is not None:
+        for first in range(0, rows, ROWS):
+            broken |= row_range(cu_seqlens, first + tl.arange(0, ROWS), rows, tokens).bad
+    return tl.max(broken.to(tl.int32)) > 0
 
 
 @triton.jit
@@ -209,9 +220,3 @@ def tokens_of_slots(begins, ends, row, rows, tokens, slot, ALIGN: tl.constexpr):
     token = start[:, None] + tl.arange(0, SLOT)[None, :]
     inside = (token >= range.begin[:, None]) & (token < range.end[:, None]) & held[:, None]
     return Slots(row[:, None], token, inside)
-
-
-@triton.jit
-def slot_tokens(cu_seqlens, rows, tokens, slot):
-    row = slot_owner(cu_seqlens, rows, tokens, slot)
-    return tokens_of_slots(cu_seqlens, cu_seqlens + 1, row, rows, tokens, slot, 1)

@@ -1,11 +1,14 @@
-"""Counts of valid tokens of rows and their spans, statistics of groups of units, and scans along rows."""
+"""Counts of valid tokens of rows, weights made of them, and their spans; statistics of groups; scans along rows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ..specs import Denominator
 from .groups import (
     AT_ONCE,
     RUNS,
@@ -20,12 +23,13 @@ from .groups import (
     squares_of,
     sum_group,
 )
-from .launch import INTERPRETED, REGISTERS, kernel, launch
+from .launch import INTERPRETED, REGISTERS, counter, kernel, launch, programs_for
 from .math import LARGEST_DOUBLE, clamp
-from .rows import SLOT, SLOTS, number_of_slots, owners, row_range, slot_tokens
+from .rows import ROWS, any_broken, owners, row_range
 
-ROWS = tl.constexpr(1024)  # rows of one program
+COUNTED_ROWS, COUNTED_TOKENS = tl.constexpr(4), tl.constexpr(256)  # of each, that a program counts at once
 MASKED_TOKENS = tl.constexpr(512)  # tokens of a row whose mask a program reads at once
+TOKENS, ROWS_AND_TOKENS = tl.constexpr(int(Denominator.TOKENS)), tl.constexpr(int(Denominator.ROWS_AND_TOKENS))
 # Rows of one program that scans, and units of each that it scans at once; the interpreter scans units one by one.
 SCANNED_ROWS = tl.constexpr(1 if INTERPRETED else 4)
 CHUNK = tl.constexpr(16 if INTERPRETED else 256)
@@ -34,63 +38,80 @@ CHUNK = tl.constexpr(16 if INTERPRETED else 256)
 
 
 @kernel
-def _begin_counts(
-    cu_seqlens,  # [S + 1] int64
-    counts,  # [S] int64
-    broken,  # [programs] int32: whether this program has a broken row
-    tokens: tl.int64,
-    rows: tl.int64,
-):
-    program = tl.program_id(0).to(tl.int64)
-    row = program * ROWS + tl.arange(0, ROWS)
-    tl.store(counts + row, tl.zeros([ROWS], tl.int64), mask=row < rows)
-    tl.store(broken + program, tl.max(row_range(cu_seqlens, row, rows, tokens).bad.to(tl.int32)))
-
-
-@kernel
 def _count_rows(
-    cu_seqlens,
+    cu_seqlens,  # [S + 1] int64
     mask,  # [T] or None
-    broken,
-    counts,
+    counts,  # [S] int64
+    weights,  # [S] float32, or None: counts alone
+    arrived,  # the number of programs that are done, 0 before and after
+    factor: tl.float64,
     tokens: tl.int64,
     rows: tl.int64,
-    leaves: tl.int64,
+    DENOMINATOR: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
-    any_broken = tl.zeros([SLOT], tl.int32)
-    for first in range(0, leaves, SLOT):
-        leaf = first + tl.arange(0, SLOT)
-        any_broken |= tl.load(broken + leaf, mask=leaf < leaves, other=0)
-    # Sums of integers do not depend on the order of these additions.
-    if tl.max(any_broken) > 0:
-        token = program * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
-        owner = owners(cu_seqlens, rows, tokens, token)
-        valid = owner >= 0
-        if mask is not None:
-            valid &= tl.load(mask + token, mask=valid, other=False)
-        tl.atomic_add(counts + owner, tl.full([SLOTS * SLOT], 1, tl.int64), mask=valid, sem="relaxed")
-    else:
-        slots = slot_tokens(cu_seqlens, rows, tokens, program * SLOTS + tl.arange(0, SLOTS))
-        inside = slots.inside
-        if mask is not None:
-            inside &= tl.load(mask + slots.token, mask=inside, other=False)
-        count = tl.sum(inside.to(tl.int64), axis=1)[:, None]
-        tl.atomic_add(counts + slots.row, count, mask=count > 0, sem="relaxed")
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    broken = any_broken(cu_seqlens, rows, tokens)
+    for first in range(program * COUNTED_ROWS, rows, programs * COUNTED_ROWS):
+        row = first + tl.arange(0, COUNTED_ROWS)[:, None]
+        range_ = row_range(cu_seqlens, row, rows, tokens)
+        count = tl.zeros([COUNTED_ROWS, COUNTED_TOKENS], tl.int32)
+        for start in range(0, tl.max(range_.end - range_.begin), COUNTED_TOKENS):
+            token = range_.begin + start + tl.arange(0, COUNTED_TOKENS)[None, :]
+            valid = token < range_.end
+            if broken:
+                valid &= owners(cu_seqlens, rows, tokens, token) == row
+            if mask is not None:
+                valid &= tl.load(mask + token, mask=valid, other=False)
+            count += valid.to(tl.int32)
+        tl.store(counts + row, tl.sum(count.to(tl.int64), axis=1)[:, None], mask=row < rows)
+    if weights is not None:
+        tl.debug_barrier()  # the release below is of one thread, for what all threads of the program have written
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1:
+            tl.debug_barrier()
+            tl.store(arrived, 0)
+            _weigh_rows(counts, weights, factor, rows, DENOMINATOR)
+
+
+@triton.jit
+def _weigh_rows(counts, weights, factor, rows, DENOMINATOR: tl.constexpr):
+    total = tl.zeros([ROWS], tl.int64)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        count = tl.load(counts + row, mask=row < rows, other=0)
+        total += count if DENOMINATOR == TOKENS else (count > 0).to(tl.int64)
+    total = tl.sum(total)
+    scale = tl.where(total > 0, factor / tl.maximum(total, 1).to(tl.float64), 0.0).to(tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        weight = tl.zeros([ROWS], tl.float32) + scale
+        if DENOMINATOR == ROWS_AND_TOKENS:
+            count = tl.load(counts + row, mask=row < rows, other=0)
+            weight = tl.where(count > 0, tl.div_rn(weight, tl.maximum(count, 1).to(tl.float32)), 0.0)
+        tl.store(weights + row, weight, mask=row < rows)
 
 
 def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
     """Valid tokens of each row ``[S]`` int64."""
-    rows, device = cu_seqlens.numel() - 1, cu_seqlens.device
-    leaves = triton.cdiv(rows, ROWS.value)
-    counts = torch.empty(rows, dtype=torch.int64, device=device)
-    broken = torch.empty(leaves, dtype=torch.int32, device=device)
-    programs = triton.cdiv(number_of_slots(rows, total_tokens), SLOTS.value)
-    launch(_begin_counts, leaves, cu_seqlens, counts, broken, total_tokens, rows)
-    launch(
-        _count_rows, programs, cu_seqlens, mask, broken, counts, total_tokens, rows, leaves,
-    )  # fmt: skip
+    rows = cu_seqlens.numel() - 1
+    counts = cu_seqlens.new_empty(rows)
+    _count(cu_seqlens, mask, counts, None, None, 0.0, total_tokens, rows, DENOMINATOR=0)
     return counts
+
+
+def row_weights(
+    mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens: int, denominator: int, factor: float
+) -> torch.Tensor:
+    """``factor`` divided by the Denominator ``[S]`` float32: the program that is done last has all counts."""
+    rows = cu_seqlens.numel() - 1
+    counts, weights = cu_seqlens.new_empty(rows), cu_seqlens.new_empty(rows, dtype=torch.float32)
+    of_weights = (weights, counter(cu_seqlens.device), factor)
+    _count(cu_seqlens, mask, counts, *of_weights, total_tokens, rows, DENOMINATOR=int(denominator))
+    return weights
+
+
+def _count(*arguments: Any, **structure: Any) -> None:
+    programs = programs_for(arguments[-1], COUNTED_ROWS.value)
+    launch(_count_rows, programs, *arguments, **structure, maxnreg=REGISTERS)
 
 
 # ---------------------------------------------------------------------------------------------------------- row_spans

@@ -13,11 +13,17 @@ struct RecurrenceArgs {
   double* scanned;            // [units]
 };
 
+// The divisor of the weights of rows: all valid tokens, the rows that have some, or these rows and then the tokens of each.
+enum class Denominator : int32_t { tokens = 0, rows = 1, rows_and_tokens = 2 };
+
 struct RowCountsArgs {
   int64_t tokens, rows;
-  const uint8_t* mask;  // [tokens] or null
+  const uint8_t* mask;        // [tokens] or null
   const int64_t* cu_seqlens;  // [rows + 1]
-  int64_t* counts;  // [rows]: valid tokens of each row
+  int64_t* counts;  // [rows]: valid tokens of each row; with weights [rows + 1]: the last is the sum that divides all
+  float* weights;  // [rows]: factor / denominator, 0 where that is 0; null: counts alone
+  Denominator denominator;
+  double factor;
 };
 
 struct RowSpansArgs {

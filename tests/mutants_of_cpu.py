@@ -203,7 +203,7 @@ MUTANTS = {
     ),
     "cpu: a masked token is in a covariance": Mutant(
         "cpu", "cpu/covariance.cpp",
-        "(valid != 0)", "true",
+        "valid ? present_own<kWhole>(own, valid + i) : own", "own",
         "test_covariance.test_terms_are_those_of_a_loop", {"rows": 7, "masked": True},
     ),
     "cpu: tokens before the first row have its advantage": Mutant(
@@ -437,6 +437,24 @@ MUTANTS = {
         "cpu", "cpu/gates_token_inputs.h",
         "coefficients.finite()", "true",
         "test_gate_paths.test_what_is_extraordinary_leaves_the_fast_path", {"name": "token_weight", "value": math.inf},
+    ),
+    "cpu: an infinite weight stays on the fast path of weights alone": Mutant(
+        "cpu", "cpu/gates_tokens.h",
+        "coefficients.finite()", "true",
+        "test_gate_paths.test_an_extraordinary_weight_leaves_the_fast_path_of_weights_alone",
+        {"value": math.inf, "gate": gates.cispo()},
+    ),
+    "cpu: the sum of weighted losses is infinite": Mutant(
+        "cpu", "cpu/gates_tokens.h",
+        "finite_lanes(loss)", "true",
+        "test_gate_paths.test_an_extraordinary_weight_leaves_the_fast_path_of_weights_alone",
+        {"value": 3.2e38, "gate": gates.dapo()},
+    ),
+    "cpu: a truncated weight is as small as its exponent": Mutant(
+        "cpu", "cpu/gates_weights.h",
+        "exponent_of(0, -INFINITY)", "-60.0f",
+        "test_corrections.test_corrections_in_the_loss_are_those_of_the_op",
+        {"gate": "ppo_clip", "joined": "of tokens and rows"},
     ),
     "cpu: an advantage that is infinite stays on the fast path": Mutant(
         "cpu", "cpu/gates_token_inputs.h",

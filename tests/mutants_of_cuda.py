@@ -51,7 +51,7 @@ MUTANTS = {
     ),
     "cuda: a log-ratio has the bound of the other sign": Mutant(
         "cuda_emulated", "include/hpo/covariance.h",
-        "advantage < 0.0f", "advantage > 0.0f",
+        "advantage < zero", "advantage > zero",
         "test_covariance.test_bounds_by_hand", {},
     ),
     "cuda: ties of an exact selection are dropped": Mutant(

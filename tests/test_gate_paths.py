@@ -226,6 +226,39 @@ def test_what_is_extraordinary_leaves_the_fast_path(name, value, backend):
 
 
 @pytest.mark.parametrize("backend", ["cpu"])
+@pytest.mark.parametrize("gate", [gates.dapo(), gates.cispo()], ids=lambda gate: gate.name)
+@pytest.mark.parametrize("value", [math.inf, math.nan, 3.2e38])
+def test_an_extraordinary_weight_leaves_the_fast_path_of_weights_alone(value, gate, backend):
+    """Infinite weights are left out and counted; with 3.2e38 losses of either sign add up beyond all floats."""
+    data, batch = Data(FEW), hpo.PackedBatch.from_lengths(list(FEW))
+    logp, weight, advantages = data.logp.clone(), data.token_weight.clone(), torch.tensor([0.5, -0.5, 0.5, -0.5, 0.5])
+    for tokens in (slice(96, 128), slice(800, 832)):  # two to a lane, of a row above 0 and of one below
+        weight[tokens], logp[tokens] = value, data.old_logp[tokens] + 0.2
+    given = {"token_weight": weight, "weights": torch.ones(len(FEW))}
+    call = (logp, data.old_logp, advantages, batch, gate)
+    got, wanted = (hpo.policy_loss_and_grad(*call, backend=each, **given) for each in (backend, "reference"))
+    torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-9)
+    others = [name != "loss" for name in SLOTS]  # of which nothing is left but the rounding of sums beyond all floats
+    metrics = (each.metrics.vector[others] for each in (got, wanted))
+    torch.testing.assert_close(*metrics, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert torch.isfinite(got.loss)
+
+
+@pytest.mark.parametrize("backend", ["cpu"])
+def test_exponents_of_truncated_weights_end_at_20(backend):
+    data = Data(FEW)
+    rollout = data.old_logp.clone()
+    rollout[100:116] -= 30
+    rollout[200:216] += 30
+    batch = hpo.PackedBatch.from_lengths(list(FEW))
+    call = (data.logp, data.old_logp, data.advantages, batch, gates.decoupled())
+    got, wanted = (
+        hpo.policy_loss_and_grad(*call, rollout_logp=rollout, backend=each) for each in (backend, "reference")
+    )
+    torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["cpu"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("gate", [
     gates.gspo(0.02, 0.02), gates.gmpo(0.2, 0.2), gates.vespo(), gates.fiberpo(0.3),

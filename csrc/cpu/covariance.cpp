@@ -1,9 +1,9 @@
 // covariance. The definition is hpo_core/reference/covariance.py.
 #include "hpo/covariance.h"
 
+#include "gates_sums.h"
 #include "hpo/entropy.h"
 #include "kernels.h"
-#include "lanes.h"
 #include "rows.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -11,93 +11,141 @@ HPO_DECLARE_KERNELS(HPO_ISA)
 namespace hpo::HPO_ISA {
 namespace {
 
-// The numbers of a tile of n tokens. A token is a member if its byte is not 0 and its two numbers are finite.
-class Tile {
- public:
-  int n;
-  const float *logp, *advantage;
-  const uint8_t* valid;
+HPO_INLINE Mask is_finite(Floats x) { return less(Floats(Ints(x) & INT32_MAX), all<Floats>(INFINITY)); }
 
-  Tile(const CovarianceArgs& args, int64_t first, int n, const Segments& segments)
-      : n(n),
-        logp(args.logp + first),
-        advantage(args.cu_seqlens ? of_rows_ : args.advantages + first),
-        valid(args.mask ? args.mask + first : ones_) {
-    if (!args.mask) std::fill_n(ones_, n, uint8_t(1));
-    if (args.cu_seqlens) spread(args.advantages, segments);
+// The advantages of the tokens of a row.
+struct OfRow {
+  const Floats value;
+
+  template <bool kWhole>
+  HPO_INLINE Floats at(int, Mask) const {
+    return value;
   }
-
- private:
-  // A token in no row gets NaN, with which it is no member.
-  void spread(const float* advantages, const Segments& segments) {
-    int i = 0;
-    for (const Segment& segment : segments) {
-      const float advantage = advantages[segment.row];
-      for (; i < segment.begin; ++i) of_rows_[i] = NAN;
-      for (; i < segment.end; ++i) of_rows_[i] = advantage;
-    }
-    for (; i < n; ++i) of_rows_[i] = NAN;
-  }
-
-  float of_rows_[kTile];
-  uint8_t ones_[kTile];
 };
 
-HPO_INLINE bool is_member(float logp, float advantage, uint8_t valid) {
-  return hpo::is_finite(logp) & hpo::is_finite(advantage) & (valid != 0);
+// Those of any tokens.
+struct OfTokens {
+  const float* values;
+
+  template <bool kWhole>
+  HPO_INLINE Floats at(int i, Mask own) const {
+    return load_own<kWhole>(own, values + i);
+  }
+};
+
+// Writes the advantages of rows to their tokens. A token in no row gets NaN, with which it is no member.
+void spread(const float* advantages, int n, const Segments& segments, float* of_tokens) {
+  int i = 0;
+  for (const Segment& segment : segments) {
+    const float advantage = advantages[segment.row];
+    for (; i < segment.begin; ++i) of_tokens[i] = NAN;
+    for (; i < segment.end; ++i) of_tokens[i] = advantage;
+  }
+  for (; i < n; ++i) of_tokens[i] = NAN;
 }
 
-HPO_INLINE Mask is_finite(Floats x) { return less(Floats(Ints(x) & INT32_MAX), all<Floats>(INFINITY)); }
+// Calls body(begin, end, advantages) for the n tokens of a tile, or for those of each row.
+template <class Body>
+HPO_INLINE void with_advantages(const CovarianceArgs& args, int64_t first, int n, const Segments& segments, const Body& body) {
+  if (!args.cu_seqlens) return body(0, n, OfTokens{args.advantages + first});
+  if (segments.few(n)) {
+    for (const Segment& each : segments) body(each.begin, each.end, OfRow{all<Floats>(args.advantages[each.row])});
+    return;
+  }
+  float of_tokens[kTile];
+  spread(args.advantages, n, segments, of_tokens);
+  body(0, n, OfTokens{of_tokens});
+}
+
+// The members among the tokens of a vector, and their numbers. A token is a member if its byte is not 0 and its two numbers
+// are finite.
+struct Members {
+  Mask mask;
+  Floats logp, advantage;
+};
+
+// Calls body(i, part, own, whole, members) for every vector of the tokens [begin, end) of a tile, as for_each_vector does.
+template <class Advantages, class Body>
+HPO_INLINE void for_each_member(const CovarianceArgs& args, int64_t first, int begin, int end, const Advantages advantages,
+                                const Body& body) {
+  const float* const logp = args.logp + first;
+  const uint8_t* const valid = args.mask ? args.mask + first : nullptr;
+  const auto step = [&](int i, int part, Mask own, auto whole) HPO_INSIDE {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Floats x = load_own<kWhole>(own, logp + i), advantage = advantages.template at<kWhole>(i, own);
+    const Mask finite = both(is_finite(x), is_finite(advantage));
+    const Mask member = both(finite, valid ? present_own<kWhole>(own, valid + i) : own);
+    body(i, part, own, whole, Members{member, x, advantage});
+  };
+  for_each_vector(begin, end, step, [] {});
+}
 
 // The sums of tiles, of each lane apart.
 struct LaneSums {
   int64_t members = 0;
-  double logp[kLanes] = {}, advantages[kLanes] = {};
+  struct {
+    Doubles logp[kParts] = {}, advantages[kParts] = {};
+  } lanes;
 
-  void add(const Tile& tile) {
+  template <class Advantages>
+  HPO_INLINE void add_tokens(const CovarianceArgs& args, int64_t first, int begin, int end, const Advantages& own) {
+    auto sums = lanes;  // in registers meanwhile
     LaneCount count;
-    int i = 0;
-    for (; i + kWidth <= tile.n; i += kWidth) {
-      const Floats x = load_lanes<Floats>(tile.logp + i), advantage = load_lanes<Floats>(tile.advantage + i);
-      const Mask finite = both(is_finite(x), is_finite(advantage));
-      const Mask member = both(finite, present_bytes(tile.valid + i));
-      count.add(member);
-      add_as_doubles(keep_if(member, x), logp + i % kLanes);
-      add_as_doubles(keep_if(member, advantage), advantages + i % kLanes);
-    }
+    for_each_member(args, first, begin, end, own, [&](int, int part, Mask, auto, const Members& of) HPO_INSIDE {
+      count.add(of.mask);
+      add(keep_if(of.mask, of.logp), sums.logp[part]);
+      add(keep_if(of.mask, of.advantage), sums.advantages[part]);
+    });
     members += count.total();
-    for (; i < tile.n; ++i) {
-      if (!is_member(tile.logp[i], tile.advantage[i], tile.valid[i])) continue;
-      ++members, logp[i % kLanes] += double(tile.logp[i]), advantages[i % kLanes] += double(tile.advantage[i]);
-    }
+    lanes = sums;
   }
 
-  CovarianceSums total() const { return {double(members), sum_halves(logp), sum_halves(advantages)}; }
+  CovarianceSums total() const { return {double(members), total(lanes.logp), total(lanes.advantages)}; }
+
+ private:
+  static HPO_INLINE void add(Floats values, Doubles& sum) {
+    const Doubles own = as_doubles(values);
+    sum.low += own.low, sum.high += own.high;
+  }
+
+  static double total(const Doubles (&sums)[kParts]) {
+    double each[kLanes];
+    std::memcpy(each, sums, sizeof each);
+    return sum_halves(each);
+  }
 };
 
-void write_terms(const Tile& tile, const CovarianceMeans& means, float* __restrict keys) {
-  const float* __restrict logp = tile.logp, * __restrict advantage = tile.advantage;
-  const uint8_t* __restrict valid = tile.valid;
-  for (int i = 0; i < tile.n; ++i) {
-    const float key = key_of_term(covariance_term(means, logp[i], advantage[i]));
-    keys[i] = is_member(logp[i], advantage[i], valid[i]) ? key : -INFINITY;
-  }
+template <class Advantages>
+HPO_INLINE void write_terms(const CovarianceArgs& args, const CovarianceMeans means, int64_t first, int begin, int end,
+                            const Advantages& advantages) {
+  float* const keys = args.keys + first;
+  for_each_member(args, first, begin, end, advantages, [&](int i, int, Mask own, auto whole, const Members& of) HPO_INSIDE {
+    const Doubles logp = as_doubles(of.logp), advantage = as_doubles(of.advantage);
+    const Floats term =
+        as_floats({covariance_term(means, logp.low, advantage.low), covariance_term(means, logp.high, advantage.high)});
+    store_own<decltype(whole)::value>(own, blend(of.mask, finite_key(term), all<Floats>(-INFINITY)), keys + i);
+  });
 }
 
-// Of a copy of the draw: numbers behind a reference would be loaded under conditions, and no vector.
-void write_draws(const Tile& tile, const CovarianceMeans& means, const CovarianceDraw draw, int64_t first,
-                 float* __restrict keys) {
-  const float* __restrict logp = tile.logp, * __restrict advantage = tile.advantage;
-  const float* __restrict old_logp = draw.old_logp + first;
-  const uint8_t* __restrict valid = tile.valid;
+template <class Advantages>
+HPO_INLINE void write_draws(const CovarianceArgs& args, const CovarianceMeans means, int64_t first, int begin, int end,
+                            const Advantages& advantages) {
+  const CovarianceDraw draw = args.draw;
+  float* const keys = args.keys + first;
   const uint32_t place = uint32_t(first);
-  for (int i = 0; i < tile.n; ++i) {
-    const double term = covariance_term(means, logp[i], advantage[i]);
-    const bool drawn =
-        is_member(logp[i], advantage[i], valid[i]) & may_be_drawn(draw, term, logp[i], old_logp[i], advantage[i]);
-    const float key = draw_of_place(draw, place + uint32_t(i));
-    keys[i] = drawn ? key : -INFINITY;
-  }
+  for (int i = begin; i < end; ++i) keys[i] = draw_of_place(draw, place + uint32_t(i));
+  for_each_member(args, first, begin, end, advantages, [&](int i, int, Mask own, auto whole, const Members& of) HPO_INSIDE {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Doubles logp = as_doubles(of.logp), advantage = as_doubles(of.advantage);
+    const Doubles old_logp = as_doubles(load_own<kWhole>(own, draw.old_logp + first + i));
+    const auto drawn = [&](HalfDoubles x, HalfDoubles old, HalfDoubles a) HPO_INSIDE {
+      return may_be_drawn(draw, covariance_term(means, x, a), x, old, a) ? HalfDoubles{} + 1.0 : HalfDoubles{};
+    };
+    const Floats one_or_0 =
+        as_floats({drawn(logp.low, old_logp.low, advantage.low), drawn(logp.high, old_logp.high, advantage.high)});
+    const Mask found = both(of.mask, present_lanes(Ints(one_or_0)));
+    store_own<kWhole>(own, blend(found, load_own<kWhole>(own, keys + i), all<Floats>(-INFINITY)), keys + i);
+  });
 }
 
 }  // namespace
@@ -116,8 +164,10 @@ void covariance(const CovarianceArgs& args, int threads) {
   const int used = worthwhile(threads, args.tokens);
   parallel_for(chunks, used, [&](int64_t chunk) {
     LaneSums sums;
-    for_each_tile(rows, chunk,
-                  [&](int64_t first, int n, const Segments& segments) { sums.add(Tile(args, first, n, segments)); });
+    for_each_tile(rows, chunk, [&](int64_t first, int n, const Segments& segments) {
+      with_advantages(args, first, n, segments,
+                      [&](int begin, int end, auto own) { sums.add_tokens(args, first, begin, end, own); });
+    });
     of_chunk[chunk] = sums.total();
   });
   CovarianceSums sums = {};
@@ -129,9 +179,10 @@ void covariance(const CovarianceArgs& args, int threads) {
   const CovarianceMeans means = means_of(sums);
   parallel_for(chunks, used, [&](int64_t chunk) {
     for_each_tile(rows, chunk, [&](int64_t first, int n, const Segments& segments) {
-      const Tile tile(args, first, n, segments);
-      if (args.draw.old_logp) write_draws(tile, means, args.draw, first, args.keys + first);
-      else write_terms(tile, means, args.keys + first);
+      with_advantages(args, first, n, segments, [&](int begin, int end, auto own) {
+        if (args.draw.old_logp) write_draws(args, means, first, begin, end, own);
+        else write_terms(args, means, first, begin, end, own);
+      });
     });
   });
 }

@@ -117,10 +117,6 @@ struct GradientOut {
   }
 };
 
-// So many tokens ahead of an access the cache is told of it: what hardware foresees ends with a page, which is a tile of
-// floats.
-constexpr int kAhead = 512;
-
 // The sources of a tile's log-ratios: local copies of pointers, because stores may alias the arguments of the call.
 struct FastSource {
   const float *logp, *old_logp;

@@ -134,14 +134,15 @@ struct FastManyRows {
 };
 
 // A tile of few rows: the tokens of a row have one sign of the advantage, and under most gates one bound. Tokens beyond it have
-// the same loss, so counting them is enough.
-template <bool kScoreHead, bool kRatio, bool kLow, bool kHigh>
+// the same loss, unless they have weights, so counting them is enough.
+template <bool kScoreHead, bool kRatio, bool kLow, bool kHigh, bool kWeighted>
 struct FastRowGate {
-  static constexpr bool kCounts = kRatio && !kScoreHead;
-  const Floats coefficient, low, high;
-  const float* logp;
+  static constexpr bool kCounts = kRatio && !kScoreHead && !kWeighted;
+  const Floats of_row, low, high;
+  const float *logp, *weight;
   const GradientOut grad;
   RunSum loss;
+  FiniteSum coefficients;  // of tokens with weights
   LaneCount inside_count = {}, not_below_count = {};
 
   template <class Vector>
@@ -151,6 +152,11 @@ struct FastRowGate {
     const Mask not_below = both(vector.present, enough), inside = kRatio ? both(not_below, little) : Mask{};
     if (kLow || kHigh) inside_count.add(inside);
     if (kLow && kHigh) not_below_count.add(not_below);
+    Floats coefficient = of_row;
+    if (kWeighted) {
+      coefficient *= vector.load(weight);
+      coefficients.add(vector.part, vector.present, coefficient);
+    }
     if constexpr (kCounts) {
       const Floats value = keep_if(inside, policy_value(coefficient, ratio));
       loss.add(vector.part, all_lanes(), value);
@@ -169,7 +175,7 @@ struct FastRowGate {
     const int32_t under = !kHigh ? outside : (kLow ? present - not_below_count.total() : 0), over = outside - under;
     counts.below += under * kind, counts.above += over * kind;
     const auto loss_of = [&](int32_t tokens, float bound) {
-      return tokens == 0 ? 0.0 : double(tokens) * double(policy_value(coefficient[0], bound));
+      return tokens == 0 ? 0.0 : double(tokens) * double(policy_value(of_row[0], bound));
     };
     return kCounts ? loss_of(under, low[0]) + loss_of(over, high[0]) : 0.0;
   }
@@ -196,16 +202,22 @@ FastTile pick_token_inputs(BoundsKind kind) {
   }
 }
 
-// The fast tiles of any other call, each in its cheapest form.
-template <bool kMasked>
+// The fast tiles of any other call, each in its cheapest form. kWeighted: tokens have weights.
+template <bool kMasked, bool kWeighted>
 struct FastTiles {
   template <BoundsKind kBounds>
   static bool run(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                   Partial& partial) {
-    if (n % kLanes != 0) return false;
     const PolicyLossArgs& args = call.args;
     const bool few = segments.few(n);
-    if (few ? !finite_coefficients(args, first, segments) : load_rows(args, first, n, segments, tile)) return false;
+    if (kWeighted) {
+      if (!few || n % kLanes != 0)
+        return run_token_inputs<kBounds, Given::weights>(call, first, n, segments, tile, seen, partial);
+      write_weights_of_rows(args, first, segments, tile);
+    } else if (n % kLanes != 0 ||
+               (few ? !finite_coefficients(args, first, segments) : load_rows(args, first, n, segments, tile))) {
+      return false;
+    }
     const Bounds bounds = tile_bounds(call, first);
     const GradientOut grad(args, first, tile.grad);
     return guess_near(tile.near, [&](auto near) {
@@ -213,7 +225,7 @@ struct FastTiles {
       double loss[kLanes] = {};
       GateCounts counts;
       const double before = partial.slots[kTokens];
-      if (few) {
+      if (kWeighted || few) {
         if (!few_rows<kTakenForNear, kBounds != BoundsKind::none>(call, first, segments, bounds, grad, tile, seen, partial,
                                                                   loss, counts))
           return false;
@@ -231,6 +243,14 @@ struct FastTiles {
     });
   }
 
+  static void write_weights_of_rows(const PolicyLossArgs& args, int64_t first, const Segments& segments, Tile& tile) {
+    if (!args.correction.second) return;
+    for (const Segment& each : segments) {
+      const Signs signs = {nullptr, nullptr, args.advantages[each.row] < 0.0f};
+      write_weights(args, first, each.begin, each.end, &each, 1, signs, tile.corrected);
+    }
+  }
+
   template <bool kTakenForNear, bool kRatio>
   static bool few_rows(const Call& call, int64_t first, const Segments& segments, const Bounds& bounds, const GradientOut& grad,
                        Tile& tile, uint8_t* seen, Partial& partial, double* loss, GateCounts& counts) {
@@ -239,18 +259,20 @@ struct FastTiles {
     FastSums sums;
     PresentTokens present;
     RunSum run(loss);
+    FiniteSum coefficients;
+    const float* weight = kWeighted ? token_weights(args, first, tile) : nullptr;
     for (int index = 0; index < segments.count; ++index) {
       const Segment& segment = segments.list[index];
       const float advantage = args.advantages[segment.row], coefficient = args.weights[segment.row] * advantage;
       const int sign = advantage < 0.0f;
       const float low = bounds.low[sign], high = bounds.high[sign];
       const auto sweep = [&](auto score_head, auto has_low, auto has_high) {
-        FastRowGate<decltype(score_head)::value, kRatio, decltype(has_low)::value, decltype(has_high)::value> gate = {
-            all<Floats>(coefficient), all<Floats>(low), all<Floats>(high), args.logp + first, grad, run};
+        FastRowGate<decltype(score_head)::value, kRatio, decltype(has_low)::value, decltype(has_high)::value, kWeighted> gate =
+            {all<Floats>(coefficient), all<Floats>(low), all<Floats>(high), args.logp + first, weight, grad, run, coefficients};
         const int32_t count = sweep_row<kTakenForNear, kMasked>(args, first, segment, sums, gate);
         present.set(index, count);
         loss[0] += gate.count(count, sign ? kNegative : kPositive, counts);
-        run = gate.loss;
+        run = gate.loss, coefficients = gate.coefficients;
       };
       const std::true_type yes;
       const std::false_type no;
@@ -264,6 +286,7 @@ struct FastTiles {
       }
     }
     run.end();
+    if (kWeighted && !(coefficients.finite() && finite_lanes(loss))) return false;
     if (!settle_fast<kTakenForNear>(sums, present.all, partial, tile.near)) return false;
     present.mark(segments, seen);
     return true;
@@ -274,9 +297,9 @@ struct FastTiles {
 
 inline FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {
   switch (given(args)) {
-    case Given::nothing: return masked ? FastTiles<true>::pick(kind) : FastTiles<false>::pick(kind);
+    case Given::nothing: return masked ? FastTiles<true, false>::pick(kind) : FastTiles<false, false>::pick(kind);
     case Given::reference: return pick_token_inputs<Given::reference>(kind);
-    case Given::weights: return pick_token_inputs<Given::weights>(kind);
+    case Given::weights: return masked ? FastTiles<true, true>::pick(kind) : FastTiles<false, true>::pick(kind);
     default: return pick_token_inputs<Given::anything>(kind);
   }
 }

@@ -6,6 +6,10 @@
 
 namespace hpo::HPO_ISA {
 
+// So many tokens ahead of an access the cache is told of it: what hardware foresees ends with a page, which is a tile of
+// floats.
+constexpr int kAhead = 512;
+
 // Whether tokens have weights that are not 1.
 inline bool weighs_tokens(const PolicyLossArgs& args) { return args.token_weight || args.correction.second; }
 
@@ -32,22 +36,31 @@ struct Signs {
 struct CorrectedWeights {
   const float *first, *second, *token_weight;
   const RuleNumbers rule;
-  const bool some_are_sure;
+  const bool some_are_sure, truncates;
+  const float least[2], most[2];  // exponents, by sign of the advantage
 
   explicit CorrectedWeights(const PolicyLossArgs& args)
       : first(args.correction.first ? args.correction.first : args.logp),
         second(args.correction.second),
         token_weight(args.token_weight),
         rule(args.correction.rule),
-        some_are_sure(has_sure_tokens(rule)) {}
+        some_are_sure(has_sure_tokens(rule)),
+        truncates(rule.statistic == Statistic::log_ratio && rule.action == Action::clamp),
+        least{exponent_of(0, -INFINITY), exponent_of(1, -INFINITY)},
+        most{exponent_of(0, INFINITY), exponent_of(1, INFINITY)} {}
 
   HPO_INLINE Floats factor(Mask own, Ints negative, Floats from, Floats to) const {
+    // One clamp has the bits of the three that saturate, truncate and bound the exponent.
+    if (truncates) return exp(clamp(from - to, by_sign<Floats>(negative, least), by_sign<Floats>(negative, most)));
     if (some_are_sure) {
       const Floats low = by_sign<Floats>(negative, rule.low), high = by_sign<Floats>(negative, rule.high);
       if (!any(but_not(own, surely_inside(rule.statistic, from, to, low, high)))) return all<Floats>(1.0f);
     }
     return rule.factor(negative, from, to, Exponential{});
   }
+
+ private:
+  float exponent_of(int sign, float log_ratio) const { return clamped_exponent(rule.low[sign], rule.high[sign], log_ratio); }
 };
 
 constexpr RowFactor kNoFactor = {{1.0f, 1.0f}, true, false};
@@ -64,6 +77,7 @@ __attribute__((noinline)) void write_weights_of(const CorrectedWeights& of, cons
   for_each_vector(from, to, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const int64_t at = begin + i;
+    if (kOfTokens) __builtin_prefetch(local.first + at + kAhead), __builtin_prefetch(local.second + at + kAhead);
     const auto load = [&](const float* tokens) HPO_INSIDE { return load_own<kWhole>(own, tokens + at); };
     const Ints negative = kAlike ? Ints{} - int32_t(sign.negative) : sign.at<kWhole>(i, own);
     Floats weight = all<Floats>(1.0f);

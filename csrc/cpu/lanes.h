@@ -167,22 +167,46 @@ HPO_INLINE void load_masks(const MaskPair* from, Mask& first, Mask& second) {
 #endif
 }
 
-// sums[lane] += values[lane], in double. GCC would convert vectors lane by lane. The intrinsics are the masked ones, because
-// GCC warns of undefined values in the others.
-HPO_INLINE void add_as_doubles(Floats values, double* sums) {
+typedef double HalfDoubles __attribute__((vector_size(4 * kWidth)));
+
+// The lanes in double, in two vectors.
+struct Doubles {
+  HalfDoubles low, high;
+};
+
+// GCC would convert vectors lane by lane. The intrinsics are the masked ones, because GCC warns of undefined values in the
+// others.
+HPO_INLINE Doubles as_doubles(Floats values) {
 #if defined(__AVX512F__)
   const __m512d pairs = _mm512_castps_pd(__m512(values));
   const __m256 low = _mm256_castpd_ps(_mm512_maskz_extractf64x4_pd(0xF, pairs, 0));
   const __m256 high = _mm256_castpd_ps(_mm512_maskz_extractf64x4_pd(0xF, pairs, 1));
-  _mm512_storeu_pd(sums, _mm512_add_pd(_mm512_loadu_pd(sums), _mm512_maskz_cvtps_pd(0xFF, low)));
-  _mm512_storeu_pd(sums + 8, _mm512_add_pd(_mm512_loadu_pd(sums + 8), _mm512_maskz_cvtps_pd(0xFF, high)));
+  return {HalfDoubles(_mm512_maskz_cvtps_pd(0xFF, low)), HalfDoubles(_mm512_maskz_cvtps_pd(0xFF, high))};
 #elif defined(__AVX2__)
   const __m128 low = _mm256_castps256_ps128(__m256(values)), high = _mm256_extractf128_ps(__m256(values), 1);
-  _mm256_storeu_pd(sums, _mm256_add_pd(_mm256_loadu_pd(sums), _mm256_cvtps_pd(low)));
-  _mm256_storeu_pd(sums + 4, _mm256_add_pd(_mm256_loadu_pd(sums + 4), _mm256_cvtps_pd(high)));
+  return {HalfDoubles(_mm256_cvtps_pd(low)), HalfDoubles(_mm256_cvtps_pd(high))};
 #else
-  for (int lane = 0; lane < kWidth; ++lane) sums[lane] += double(values[lane]);
+  return {HalfDoubles{double(values[0]), double(values[1])}, HalfDoubles{double(values[2]), double(values[3])}};
 #endif
+}
+
+HPO_INLINE Floats as_floats(Doubles values) {
+#if defined(__AVX512F__)
+  const __m256d low = _mm256_castps_pd(_mm512_maskz_cvtpd_ps(0xFF, __m512d(values.low)));
+  const __m256d high = _mm256_castps_pd(_mm512_maskz_cvtpd_ps(0xFF, __m512d(values.high)));
+  return Floats(_mm512_maskz_insertf64x4(0xFF, _mm512_castpd256_pd512(low), high, 1));
+#elif defined(__AVX2__)
+  return Floats(_mm256_set_m128(_mm256_cvtpd_ps(__m256d(values.high)), _mm256_cvtpd_ps(__m256d(values.low))));
+#else
+  return Floats{float(values.low[0]), float(values.low[1]), float(values.high[0]), float(values.high[1])};
+#endif
+}
+
+// sums[lane] += values[lane], in double.
+HPO_INLINE void add_as_doubles(Floats values, double* sums) {
+  const Doubles own = as_doubles(values);
+  store_lanes(load_lanes<HalfDoubles>(sums) + own.low, sums);
+  store_lanes(load_lanes<HalfDoubles>(sums + kWidth / 2) + own.high, sums + kWidth / 2);
 }
 
 // 0 in the other lanes, which may be another row's.
@@ -325,3 +349,15 @@ struct hpo::Number<hpo::HPO_ISA::Floats> {
   static HPO_INLINE F power_of_two(Int bits) { return F((hpo::HPO_ISA::Unsigned(bits) << 23) + 0x3F800000u); }
   static HPO_INLINE F scaled(F x, Int bits) { return F(hpo::HPO_ISA::Unsigned(x) + (hpo::HPO_ISA::Unsigned(bits) << 23)); }
 };
+
+#if defined(__AVX2__)
+// An instruction for each bound, which GCC does not make of a choice between vectors; NaN stays NaN here, too.
+template <>
+HPO_INLINE hpo::HPO_ISA::Floats hpo::clamp(HPO_ISA::Floats x, HPO_ISA::Floats low, HPO_ISA::Floats high) {
+#if defined(__AVX512F__)
+  return HPO_ISA::Floats(_mm512_maskz_min_ps(0xFFFF, __m512(high), _mm512_maskz_max_ps(0xFFFF, __m512(low), __m512(x))));
+#else
+  return HPO_ISA::Floats(_mm256_min_ps(__m256(high), _mm256_max_ps(__m256(low), __m256(x))));
+#endif
+}
+#endif

@@ -89,11 +89,11 @@ __global__ void __launch_bounds__(kThreads) write_keys(const CovarianceArgs args
   const CovarianceMeans means = means_of({all[0], all[1], all[2]});
   if (blockIdx.x == 0 && threadIdx.x == 0) *args.members = int64_t(all[0]);
   for_each_token(args, {pack_of(args), all[kSums - 1] > 0.0}, [&](int64_t token, const Member& member) {
-    const double term = covariance_term(means, member.logp, member.advantage);
-    float key = key_of_term(term);
+    const double term = covariance_term<double>(means, member.logp, member.advantage);
+    float key = finite_key(float(term));
     bool has_key = member.is_member;
     if (args.draw.old_logp) {
-      has_key &= may_be_drawn(args.draw, term, member.logp, __ldg(args.draw.old_logp + token), member.advantage);
+      has_key &= may_be_drawn<double>(args.draw, term, member.logp, __ldg(args.draw.old_logp + token), member.advantage);
       key = draw_of_place(args.draw, uint32_t(token));
     }
     args.keys[token] = has_key ? key : -INFINITY;

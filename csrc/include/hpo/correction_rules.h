@@ -65,11 +65,17 @@ HPO_INLINE F statistic_of(Statistic statistic, F first, F second) {
   return statistic_of(statistic, first, second, Exponential{});
 }
 
+// The exponent of the factor that a clamp makes of a statistic v.
+template <class F>
+HPO_INLINE F clamped_exponent(F low, F high, F v) {
+  return clamp(clamp(v, low, high), all<F>(-kExponentBound), all<F>(kExponentBound));
+}
+
 // The factor for a statistic v between the bounds of one sign of the advantage.
 template <class F>
 HPO_INLINE F factor_of(Action action, bool strict, F low, F high, F v) {
   const F zero = {}, one = all<F>(1.0f), least = all<F>(-kExponentBound), most = all<F>(kExponentBound);
-  if (action == Action::clamp) return exp(clamp(clamp(v, low, high), least, most));
+  if (action == Action::clamp) return exp(clamped_exponent(low, high, v));
   const F inside = action == Action::mask ? one : exp(clamp(v, least, most));
   if (strict) return ((low < v) & (v < high)) ? inside : zero;
   return ((low <= v) & (v <= high)) ? inside : zero;

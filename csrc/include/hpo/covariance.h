@@ -22,19 +22,24 @@ HPO_INLINE CovarianceMeans means_of(const CovarianceSums& sums) {
   return {sums.logp / members, sums.advantages / members};
 }
 
-HPO_INLINE double covariance_term(const CovarianceMeans& means, float logp, float advantage) {
-  return (double(advantage) - means.advantage) * (double(logp) - means.logp);
+// D: double, or a vector of doubles in csrc/cpu/covariance.cpp.
+template <class D>
+HPO_INLINE D covariance_term(const CovarianceMeans& means, D logp, D advantage) {
+  return (advantage - means.advantage) * (logp - means.logp);
 }
 
-HPO_INLINE float key_of_term(double term) {
-  const double largest = FLT_MAX;
-  return float(term > largest ? largest : (term < -largest ? -largest : term));
+// The key of a term that has been rounded to a float, perhaps to infinity.
+template <class F>
+HPO_INLINE F finite_key(F term) {
+  return clamp_number(term, all<F>(-FLT_MAX), all<F>(FLT_MAX));
 }
 
 // Whether a member may be drawn: PPO leaves its ratio as it is, and its term lies between the bounds.
-HPO_INLINE bool may_be_drawn(const CovarianceDraw& draw, double term, float logp, float old_logp, float advantage) {
-  const double log_ratio = double(logp) - double(old_logp);
-  const double least = advantage < 0.0f ? draw.least : -INFINITY, most = advantage > 0.0f ? draw.most : INFINITY;
+template <class D>
+HPO_INLINE auto may_be_drawn(const CovarianceDraw& draw, D term, D logp, D old_logp, D advantage) {
+  const D zero = {}, log_ratio = logp - old_logp;
+  const D least = advantage < zero ? zero + draw.least : all<D>(-INFINITY);
+  const D most = advantage > zero ? zero + draw.most : all<D>(INFINITY);
   return (term > draw.low) & (term < draw.high) & (log_ratio >= least) & (log_ratio <= most);
 }
 

@@ -227,11 +227,12 @@ def gpu_presets() -> list[Preset]:
         names = re.findall(r"`([^`]+)`", presets)
         kernels = []
         for kernel, times in re.findall(r"`([^`]+)`(?: x (\d+))?", cuda):
-            if kernel not in loops:  # prepare, which reads no tokens
+            rows = [loops[name] for name in (kernel, f"{kernel}, writing") if name in loops]
+            if not rows:  # prepare, which reads no tokens
                 continue
-            row, count = loops[kernel], int(times or 1)
-            moved = 16 * (number(row[8]) + number(row[9])) / TOKENS_OF_A_LOOP
-            issue = [1e6 * count * TOKENS * number(row[3]) / share for share in ISSUED]
+            count = int(times or 1)
+            moved = 16 * sum(number(row[8]) + number(row[9]) for row in rows) / TOKENS_OF_A_LOOP
+            issue = [1e6 * count * TOKENS * sum(number(row[3]) for row in rows) / share for share in ISSUED]
             kernels.append((kernel, (issue[1], issue[0]), 1e6 * count * TOKENS * moved / BYTES_A_SECOND))
         shown = [name for name in names if "," not in name][:2] or names[:1]
         found.append(Preset(", ".join(shown) + (" ..." if len(names) > len(shown) else ""), kernels))

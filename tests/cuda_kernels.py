@@ -39,7 +39,7 @@ class Kernel(NamedTuple):
     barriers: int | None = None  # of the block
     fences: int | None = None  # of the device
     loop: Loop | None = None
-    writing: Loop | None = None  # the shortest one that also has 128-bit stores, where it is another
+    writing: Loop | None = None  # the shortest one with the most 128-bit stores, where these are more
 
 
 def find_nvcc() -> str | None:
@@ -107,11 +107,12 @@ def _loops(name: str, lines: list[str]) -> tuple[Loop | None, Loop | None]:
     found = [each for each in loops(code, labels) if each[0].loads]
     if not found:
         return None, None
+    innermost = [each for each in found if sum(each[1] <= begin and end <= each[2] for _, begin, end in found) == 1]
     if name.startswith("sweep_leaves"):
-        innermost = [each for each in found if sum(each[1] <= begin and end <= each[2] for _, begin, end in found) == 1]
         return with_way(code, labels, max(innermost)), None
-    first, writing = min(found), min((each for each in found if each[0].stores), default=None)
-    other = with_way(code, labels, writing) if writing and writing != first else None
+    first = min(innermost, key=lambda each: (each[0].stores, each))
+    writing = min(innermost, key=lambda each: (-each[0].stores, each))
+    other = with_way(code, labels, writing) if writing[0].stores > first[0].stores else None
     return with_way(code, labels, first), other
 
 

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gpu.md"
 ROW = 2048  # tokens of a row in the model of blocks
 SIZES = (17, 20, 24)  # powers of two tokens
+OTHERS = tuple(target for target in TARGETS if target != 90)
 
 
 class Device(NamedTuple):
@@ -153,7 +154,8 @@ These are figures of code that nvcc RELEASE and Triton assemble; what is modelle
 [What was measured on a GPU](gpu_measured.md) stands on a page of its own. `python tests/gpu_page.py` writes this one.
 Every test run compiles the kernels for sm_90 again and fails on a spill, on more than 4 registers more, on fewer
 128-bit accesses, on more barriers, fences, read-only loads or float64, on 3 % more issue slots, and on other launches;
-`make test-long` looks at spills and registers on sm_80, sm_100 and sm_120, too.
+`make test-long` looks at spills, registers and issue slots on sm_80, sm_100 and sm_120, too, and every run there at the
+issue slots of `scale` and of Triton's kernels, each on one of the three.
 
 ## Launches
 
@@ -172,10 +174,11 @@ read-only path. Float64: instructions. Fences: of the memory of the device, thos
 SLOTS = """
 ## Issue slots
 
-The loop is the shortest one with 128-bit loads, in `sweep_leaves` the sweep's, which is longer than those of the sums
+The loop is the shortest one with 128-bit loads and the fewest 128-bit stores, in `sweep_leaves` the sweep's, which is longer than those of the sums
 and the delivery. The table has all instructions of its code, and the shortest way through an iteration on which all
 128-bit accesses are made and no loop inside is entered, as exceptions and masked tokens enter one: its instructions,
-those for one token (for a logit in kernels that read logits), and their classes.\
+those for one token (for a logit in kernels that read logits), and their classes. The last columns have the way on other
+architectures, and in brackets what it is for one.\
 """.splitlines()
 BLOCKS = f"""
 ## Blocks and waves
@@ -201,9 +204,9 @@ RESOURCES = (
 )
 LOOPS = (
     "code | way | for one | integers, control | float32 | float64 | accesses, shuffles | 128-bit loads | "
-    "128-bit stores | exponentials"
+    "128-bit stores | exponentials | " + " | ".join(f"sm_{target}" for target in OTHERS)
 )
-OTHERS = "kernel | " + " | ".join(f"sm_{target} registers | spilled | blocks" for target in TARGETS if target != 90)
+ELSEWHERE = "kernel | " + " | ".join(f"sm_{target} registers | spilled | blocks" for target in OTHERS)
 COUNTS = "kernel | device | " + " | ".join(f"2^{size} tokens" for size in SIZES)
 PATHS = (
     "path | kernel | registers | shared bytes | 128-bit loads | 128-bit stores | float64 | barriers | fences | "
@@ -228,17 +231,28 @@ def loops_of(kernel: Kernel) -> list[tuple[str, Loop]]:
     return [(name, loop) for name, loop in named if loop]
 
 
-def loop_cells(loop: Loop, each: int) -> list[Any]:
-    """``each``: the tokens or logits that a thread has of an iteration, 0 where they are not known."""
+def loops_elsewhere(kernels: list[Kernel], others: list[Kernel]) -> dict[str, Loop | None]:
+    """The loops of the same kernels for another architecture that make the same accesses."""
+    accesses = lambda loop: (loop.loads, loop.stores)  # noqa: E731
+    there = {(kernel.name, accesses(loop)): loop for kernel in others for _, loop in loops_of(kernel)}
+    return {name: there.get((kernel.name, accesses(loop))) for kernel in kernels for name, loop in loops_of(kernel)}
+
+
+def loop_cells(loop: Loop, each: int, elsewhere: list[Loop | None]) -> list[Any]:
+    """``each``: the tokens or logits that a thread has of an iteration, 0 where they are not known. ``elsewhere``: the
+    same loop on each other architecture."""
     way = loop.way
     rest = way.instructions - way.floats - way.doubles - way.accesses
-    for_one = f"{way.instructions / each:.1f}" if each else ""
-    row = [loop.instructions, way.instructions, for_one, rest, way.floats, way.doubles, way.accesses]
-    return [*row, loop.loads, loop.stores, loop.exponentials]
+    for_one = lambda other: f"{other.way.instructions / each:.1f}" if each else ""  # noqa: E731
+    row = [loop.instructions, way.instructions, for_one(loop), rest, way.floats, way.doubles, way.accesses]
+    slots = lambda other: f"{other.way.instructions} ({for_one(other)})".removesuffix(" ()")  # noqa: E731
+    others = [slots(other) if other else "" for other in elsewhere]
+    return [*row, loop.loads, loop.stores, loop.exponentials, *others]
 
 
 def cuda_tables(of: dict[int, dict[str, Kernel]]) -> list[str]:
     resources, loops, others, blocks = [], [], [], []
+    elsewhere = [loops_elsewhere([*of[90].values()], [*of[target].values()]) for target in OTHERS]
     for name, k in of[90].items():
         held = resident(k.registers, k.shared, warps_of_block(name), 90)
         counted = [k.wide_loads, k.wide_stores, k.read_only, k.doubles, k.barriers, k.fences]
@@ -246,9 +260,9 @@ def cuda_tables(of: dict[int, dict[str, Kernel]]) -> list[str]:
         for loop_name, loop in loops_of(k):
             logits = loop.loads * logits_of(k) if name.startswith(LOGIT_KERNELS) else 0
             each = logits or (4 if name.startswith(TOKEN_KERNELS) else 0)
-            loops.append([f"`{loop_name}`", *loop_cells(loop, each)])
+            loops.append([f"`{loop_name}`", *loop_cells(loop, each, [found[loop_name] for found in elsewhere])])
         cells = []
-        for target in (80, 100, 120):
+        for target in OTHERS:
             other = of[target][name]
             held = resident(other.registers, other.shared, warps_of_block(name), target)
             cells += [other.registers, other.spilled, held]
@@ -263,7 +277,7 @@ def cuda_tables(of: dict[int, dict[str, Kernel]]) -> list[str]:
             blocks.append([f"`{name}`", device.name, *cells])
     return [
         *CUDA, *table(RESOURCES, resources), *SLOTS, *table(f"loop | {LOOPS}", loops), "",
-        "## CUDA on other architectures", *table(OTHERS, others), *BLOCKS, *table(COUNTS, blocks),
+        "## CUDA on other architectures", *table(ELSEWHERE, others), *BLOCKS, *table(COUNTS, blocks),
     ]  # fmt: skip
 
 
@@ -276,13 +290,17 @@ def triton_reports() -> list[dict[str, Any]]:
 
 
 def triton_slots(reports: list[dict[str, Any]]) -> list[str]:
+    loops = {(each["target"], each["path"], each["kernel"]): each["loops"] for each in reports if each.get("loops")}
     rows = []
     for report in reports:
+        if report["target"] != 90:
+            continue
         of_logits = 0
         if report["kernel"] in sass.TRITON_LOGIT_KERNELS:
             of_logits = 4 if "all inputs" in report["path"] else 8  # in 128 bits, which are of float32 on that path
         for number, loop in enumerate(report.get("loops", ()), 1):
-            cells = loop_cells(loop, of_logits * loop.loads or 4)
+            elsewhere = [loops[target, report["path"], report["kernel"]][number - 1] for target in OTHERS]
+            cells = loop_cells(loop, of_logits * loop.loads or 4, elsewhere)
             rows.append([report["path"], f"`{report['kernel']}`", number, *cells])
     return table(f"path | kernel | number | {LOOPS}", rows)
 
@@ -298,7 +316,7 @@ def triton_table(reports: list[dict[str, Any]]) -> list[str]:
         if each["target"] == 90 and (key not in rows or rows[key][0] < each["registers"]):
             wide = [each[name].get("128", 0) for name in ("loads", "stores")]
             rows[key] = [each["registers"], each["shared"], *wide, each["doubles"], each["barriers"], each["fences"]]
-    others = lambda key: [registers[key].get(target, "") for target in (80, 100, 120)]  # noqa: E731
+    others = lambda key: [registers[key].get(target, "") for target in OTHERS]  # noqa: E731
     cells = [[path, f"`{kernel}`", *row, *others((path, kernel))] for (path, kernel), row in rows.items()]
     return table(PATHS, cells)
 
@@ -328,7 +346,8 @@ def rows_of(title: str, keys: int = 1) -> dict[Any, dict[str, int]]:
 
 
 def _whole(cell: str) -> Any:
-    return int(cell) if re.fullmatch(r"\d+", cell) else cell
+    found = re.fullmatch(r"(\d+)(?: \([\d.]+\))?", cell)
+    return int(found[1]) if found else cell
 
 
 def release_of_page() -> str:

@@ -114,7 +114,7 @@ MUTANTS = {
     ),
     "cuda: masked tokens are read": Mutant(
         "cuda_emulated", "cuda/gates_tokens.cuh",
-        "inputs.vector.has(i) && (!args.mask || byte_of(inputs.mask, i))", "inputs.vector.has(i)",
+        "inputs.vector.has(i) && byte_of(inputs.mask, i)", "inputs.vector.has(i)",
         "test_promises.test_masked_is_never_read", {"name": "preset: ppo_clip"},
     ),
     "cuda: half of the rows of a block alone divide": Mutant(
@@ -160,8 +160,18 @@ MUTANTS = {
     ),
     "cuda: a vector with a masked token is sound": Mutant(
         "cuda_emulated", "cuda/gates_tokens.cuh",
-        "(!args.mask | all_bytes(inputs.mask))", "true",
+        "all_bytes(inputs.mask)", "true",
         "test_promises.test_masked_is_never_read", {"name": "preset: ppo_clip"},
+    ),
+    "cuda: a vector that begins before its row is full": Mutant(
+        "cuda_emulated", "cuda/tokens.cuh",
+        "from <= 0 && to >= WIDTH", "to >= WIDTH",
+        "test_promises.test_a_trajectory_does_not_know_where_it_lies", {"name": "bent"},
+    ),
+    "cuda: tokens before a row belong to it": Mutant(
+        "cuda_emulated", "cuda/tokens.cuh",
+        "(1u << max(from, 0))", "1u",
+        "test_promises.test_a_trajectory_does_not_know_where_it_lies", {"name": "bent"},
     ),
     "cuda: a vector with an infinite log-ratio is sound": Mutant(
         "cuda_emulated", "cuda/gates_tokens.cuh",

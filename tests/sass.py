@@ -23,14 +23,14 @@ class Way(NamedTuple):
     """Instructions of a way through an iteration."""
 
     instructions: int
-    floats: int  # arithmetic of float32, and special functions
+    floats: int  # arithmetic of float32 or less, conversions, and special functions
     doubles: int  # arithmetic of float64, and conversions to and from it
     accesses: int  # to memory, shared memory included, and exchanges between lanes
 
 
 class Loop(NamedTuple):
-    """The shortest loop with 128-bit loads of a kernel, which runs if everything is aligned. Of a sweep under levels it
-    is the longest without another inside: the loops of its sums and its delivery stand in kernels of their own, too."""
+    """The shortest loop with 128-bit loads and the fewest stores of a kernel, which runs if everything is aligned and
+    has no other such loop inside. Of a sweep under levels it is the longest without another inside: the loops of its sums and its delivery stand in kernels of their own, too."""
 
     instructions: int
     loads: int  # of 128 bits
@@ -67,13 +67,13 @@ def disassembled(cubin: Path) -> dict[str, list[str]] | None:
     return lines
 
 
-def disassembled_together(kernels: list[bytes]) -> list[list[str]]:
-    """The lines of each kernel's instructions for sm_90, by one start of the disassembler, which takes half a second.
+def disassembled_together(kernels: list[bytes], target: int) -> list[list[str]]:
+    """The lines of each kernel's instructions for a GPU, by one start of the disassembler, which takes half a second.
     Such instructions are shown with addresses instead of labels."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(kernels))
         file.flush()
-        command = [str(find_nvdisasm()), "--no-dataflow", "--binary", "SM90", file.name]
+        command = [str(find_nvdisasm()), "--no-dataflow", "--binary", f"SM{target}", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     text = re.sub(r"\b((?:BRA|CALL)\S* .*)\b0x([0-9a-f]+) ;", lambda to: f"{to[1]}`(.L_{int(to[2], 16)}) ;", text)
     targets = set(re.findall(r"`\((\.L_\d+)\)", text))
@@ -107,7 +107,11 @@ def _is_wide(operation: str, line: str) -> bool:
 
 BYTES = 16  # of an instruction
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);")
-FLOAT = r"^(?:@\S+ )?(?:F(?:ADD|MUL|FMA|SETP|SEL|MNMX3?|SET|CHK|RND)|MUFU|H(?:ADD|MUL|FMA|MNMX|SETP)2|F2F|F2I|I2F)\b"
+# What HFMA2 makes of zeros is a constant, and conversions of float64 are counted with it.
+FLOAT = (
+    r"^(?:@\S+ )?(?!HFMA2\S* \w+, -RZ, RZ|\S*F64)U?"
+    r"(?:F(?:ADD2?|MUL2?|FMA2?|SETP|SEL|MNMX3?|SET|CHK|RND)|MUFU|V?H(?:ADD2|MUL2|FMA2|SETP2|MNMX2?)|F2FP?|F2IP?|I2FP?)\b"
+)
 DOUBLE = r"\bD(?:ADD|MUL|FMA|SETP|MNMX)\b|\b(?:F2F|F2I|I2F|FRND)\S*F64"
 ACCESS = r"^(?:@\S+ )?(?:LD[GS]?|ST[GS]?|ATOM[GS]?|REDG?|SHFL)\b"
 
@@ -165,13 +169,15 @@ def with_way(code: list[str], labels: dict[str, int], found: Found) -> Loop:
 
 
 def with_loops(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The reports of Triton's kernels, those for sm_90 with their loops over tokens or logits."""
+    """The reports of Triton's kernels, those for NVIDIA's GPUs with their loops over tokens or logits."""
     kernels = {*TRITON_TOKEN_KERNELS, *TRITON_LOGIT_KERNELS}
-    of_loops = [each for each in reports if each["target"] == 90 and each["kernel"] in kernels]
+    of_loops = [each for each in reports if isinstance(each["target"], int) and each["kernel"] in kernels]
     of_loops = [each for each in of_loops if "128" in each["loads"] or each["kernel"] == "_sweep_leaves"]
-    code = disassembled_together([instructions_of(Path(each["binary"])) for each in of_loops]) if of_loops else []
-    for report, lines in zip(of_loops, code, strict=True):
-        report["loops"] = token_loops(report["kernel"], lines)
+    for target in {each["target"] for each in of_loops}:
+        of_target = [each for each in of_loops if each["target"] == target]
+        code = disassembled_together([instructions_of(Path(each["binary"])) for each in of_target], target)
+        for report, lines in zip(of_target, code, strict=True):
+            report["loops"] = token_loops(report["kernel"], lines)
     return reports
 
 
@@ -224,8 +230,8 @@ def _shortest_way(code: list[str], labels: dict[str, int], begin: int, end: int)
         if branch and ".DIV" not in each:  # a branch of lanes that diverge
             always = not each.startswith("@") and not branch[1].strip()
             following = [labels[branch[2]]] if always else [at + 1, labels[branch[2]]]
-        elif re.match(r"(?:EXIT|RET|BRX)\b", each):
-            following = []
+        elif re.match(r"(?:EXIT|RET|BRX)\b", each):  # BRX takes one of a table
+            following = [labels[target] for target in re.findall(r"\.L_\w+", each)]
         for to in following:
             if at < to <= end and value > best.get(to, (-1, 0, 0, -1)):
                 best[to] = value

@@ -51,7 +51,7 @@ def test_a_preset_takes_what_its_kernels_do():
     (loop,) = [
         line.split("|")
         for line in page.splitlines()
-        if line.startswith("| `sweep<0, 0>` |") and len(line.split("|")) == 13
+        if line.startswith("| `sweep<0, 0>` |") and len(line.split("|")) == 16
     ]
     first = script("bench/speed_pictures.py").gpu_presets()[0]
     assert first.name.startswith("reinforce, ppo_clip")

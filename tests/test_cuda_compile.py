@@ -23,6 +23,7 @@ from cuda_kernels import (
     logits_of,
     nvcc_release,
 )
+from sass import ACCESS, DOUBLE, FLOAT, Way, code_of, loops, with_way
 
 NVCC = find_nvcc()
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc was found neither in PATH nor in /usr/local/cuda/bin")
@@ -150,6 +151,57 @@ def test_no_loop_takes_more_issue_slots(kernels):
     assert longer == {}, REGENERATE
     doubles = {name: row["float64"] for name, row in before.items()}
     assert worse({name: way.doubles for name, way in now.items()}, doubles) == {}, REGENERATE
+
+
+CLASSES = {
+    "float32": (
+        "@!P0 FADD R1, R2, R3", "FMNMX3 R1, R2, R3, R4, !PT", "UFMUL UR4, UR5, UR6", "VHMNMX R1, R2, R3, !PT",
+        "FFMA2 R2, R4.F32x2.HI_LO, R6.F32x2.HI_LO, R8.F32x2.HI_LO",
+        "F2FP.BF16.F32.PACK_AB R1, R2, R3", "I2FP.F32.S32 R1, R2", "HFMA2.BF16_V2 R1, R2, R3, R4",
+    ),
+    "float64": ("F2F.F64.F32 R2, R4", "@P0 DFMA R2, R4, R6, R8"),
+    "access": ("LDS R1, [R2]", "@P1 STG.E.128.STRONG.SM desc[UR8][R2.64], R28"),
+    "none": ("HFMA2.MMA R3, -RZ, RZ, 0, 0", "HFMA2 R10, -RZ, RZ, 1.875, 0", "IADD3 R1, R2, R3, RZ"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_instruction_is_of_one_class(name):
+    """The instructions are those of all architectures."""
+    classes = {"float32": FLOAT, "float64": DOUBLE, "access": ACCESS}
+    found = {each: [which for which in classes if re.search(classes[which], each)] for each in CLASSES[name]}
+    assert found == dict.fromkeys(CLASSES[name], [name] if name in classes else [])
+
+
+def test_a_way_may_go_through_a_table_of_branches():
+    """Behind it are a shorter branch without the store, and one with it."""
+    text = """
+        .L_x_1: LDG.E.128.CONSTANT R4, [R2];
+        BRX R2 -0x20 (*"BRANCH_TARGETS .L_x_2,.L_x_3"*);
+        .L_x_2: FADD R4, R4, R5; FADD R4, R4, R5; STG.E.128 [R2], R4;
+        .L_x_3: @P0 BRA `(.L_x_1);
+    """
+    lines = [part for line in re.split(r"(?<=;)|(?<=\d:)", text) if (part := line.strip())]
+    lines = [line if line.endswith(":") else f"        /*0000*/ {line}" for line in lines]
+    code, labels = code_of(lines)
+    assert with_way(code, labels, loops(code, labels)[0]).way == Way(6, 2, 0, 2)
+
+
+# One kernel of each other architecture stands for all in every run: its file is compiled in a second.
+@pytest.mark.usefixtures("of_this_compiler")
+@pytest.mark.parametrize("target", gpu_page.OTHERS)
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(each, marks=() if each.stem == "scale" else pytest.mark.long, id=each.stem) for each in SOURCES],
+)
+def test_no_loop_takes_more_issue_slots_elsewhere(source, target):
+    before = gpu_page.rows_of("Issue slots")
+    found = gpu_page.loops_elsewhere(kernels_of(source), kernels_of(source, target))
+    missing = [name for name, loop in found.items() if (loop is None) != (before[name][f"sm_{target}"] == "")]
+    assert missing == [], "run python tests/gpu_page.py"
+    now = {name: loop.way.instructions for name, loop in found.items() if loop}
+    longer = {n: (way, row) for n, way in now.items() if way > 1.03 * (row := before[n][f"sm_{target}"])}
+    assert longer == {}, REGENERATE
 
 
 # Where an input may be what the launch writes, or a list that it makes, the read-only path is not for it.

@@ -283,6 +283,17 @@ def test_every_kernel_compiles_for_every_vendor_without_spilling(target, kernels
     assert_no_spills(compiled)
 
 
+@pytest.mark.skipif(TRITON != "3.9.0", reason="docs/gpu.md is of Triton 3.9.0")
+@of_each(OTHERS)
+def test_no_loop_takes_more_issue_slots_elsewhere(target, kernels):
+    for report in with_loops(compiled_on(target, kernels)):
+        kernel = report["path"], report["kernel"]
+        now = [loop_of(loop).way.instructions for loop in report.get("loops", ())]
+        before = [row[f"sm_{target}"] for key, row in SLOTS.items() if key[:2] == kernel]
+        assert len(now) == len(before), "run python tests/gpu_page.py triton"
+        assert all(way <= 1.03 * row for way, row in zip(now, before, strict=True)), (kernel, now, before, REGENERATE)
+
+
 @of_each(AMD)
 def test_amd_loads_as_wide(target, kernels):
     compiled = compiled_on(target, kernels)

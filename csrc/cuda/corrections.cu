@@ -36,7 +36,7 @@ struct Call {
         workspace(),
         from(compared(args)),
         wide(allows_wide(args.mask, 4)) {
-    this->args.logp = from.first, this->args.old_logp = from.second;
+    this->args.logp = from.first, this->args.old_logp = from.second ? from.second : from.first;
     // No factor depends on them, and read_inputs would read what is given.
     this->args.entropy = this->args.score = this->args.low = this->args.high = nullptr;
     this->args.token_mask = nullptr;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void write_factors(const Call& call, const Leaves& le
 }
 
 template <bool OF_SEGMENTS>
-__global__ void __launch_bounds__(kThreads, 3) correct_tokens(const Call call) {
+__global__ void __launch_bounds__(kThreads, OF_SEGMENTS ? 3 : 4) correct_tokens(const Call call) {
   const Leaves leaves = prepare(call);
   if constexpr (OF_SEGMENTS) {
     if (call.reaches(Stage::sums)) reduce_leaves(call, leaves);

@@ -90,7 +90,7 @@ __device__ __forceinline__ bool has_valid(const PolicyLossArgs& args, int64_t be
     for (; open != 0 && !valid; open &= open - 1) {
       const int64_t token = first + (__ffs(int(open)) - 1) * kWarp;
       const float logp = __ldg(args.logp + token);
-      valid = !log_ratio(logp, args.old_logp ? __ldg(args.old_logp + token) : logp).nan;
+      valid = !log_ratio(logp, __ldg(args.old_logp + token)).nan;
       if (REFERENCE) valid &= !log_ratio(logp, __ldg(args.ref_logp + token)).nan;
     }
     if (__any_sync(kFullWarp, valid)) return true;

@@ -92,7 +92,7 @@ __device__ __forceinline__ void for_each_exception(const PolicyLossArgs& args, c
 #pragma unroll
   for (int i = 0; i < 4; ++i) grad[i] = 0.0f;
 #pragma unroll 1
-  for (unsigned left = args.token_loss ? inputs.vector.inside : inputs.unmasked(args); left != 0; left &= left - 1) {
+  for (unsigned left = args.token_loss ? inputs.vector.inside() : inputs.unmasked(); left != 0; left &= left - 1) {
     const int i = __ffs(int(left)) - 1;
     Shares<1> shares = {};
     put(grad, i, sweep(inputs.only(i), i, shares));
@@ -110,7 +110,7 @@ __device__ __forceinline__ void for_each_valid(const Gate& gate, const RowTerms&
     for (int i = 0; i < 4; ++i) visit(classify<true, true, EXTRAS, false>(gate, row, inputs, i), i);
   } else {
 #pragma unroll 1
-    for (unsigned left = inputs.unmasked(gate.args); left != 0; left &= left - 1) {
+    for (unsigned left = inputs.unmasked(); left != 0; left &= left - 1) {
       const int i = __ffs(int(left)) - 1;
       const Token token = classify<false, true, EXTRAS, false>(gate, row, inputs.only(i), 0);
       if (token.valid) visit(token, i);

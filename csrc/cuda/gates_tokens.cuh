@@ -40,6 +40,7 @@ struct Gate {
   Gate(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers)
       : args(args), structure(structure), kl_beta(float(numbers.kl_beta)), rule(args.correction.rule), wide(true) {
     const bool clips = structure.token == TokenGate::clip, drops = structure.token == TokenGate::drop;
+    if (!args.old_logp) this->args.old_logp = args.logp;
     if (!clips) this->args.low = this->args.high = nullptr;
     for (int sign = 0; sign < 2; ++sign) {
       token_low[sign] = clips ? float(numbers.token_low[sign]) : (drops ? 1.0f : 0.0f);
@@ -87,9 +88,8 @@ struct Inputs {
   }
 
   // Bit i: token i belongs to the row and is not masked.
-  __device__ __forceinline__ unsigned unmasked(const PolicyLossArgs& args) const {
-    unsigned bits = vector.inside;
-    if (!args.mask) return bits;
+  __device__ __forceinline__ unsigned unmasked() const {
+    unsigned bits = vector.inside();
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) bits &= byte_of(mask, i) ? ~0u : ~(1u << i);
     return bits;
@@ -115,6 +115,7 @@ __device__ __forceinline__ void read(const float* array, float absent, const Vec
 template <bool WHOLE, bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ void read_constants(const PolicyLossArgs& args, Inputs<WIDTH>& inputs) {
   const Vector<WIDTH>& vector = inputs.vector;
+  inputs.mask = 0x01010101u;
   if (args.mask) read<WHOLE>(args.mask, vector, inputs.mask);
   if (REFERENCE && args.ref_logp) read<WHOLE>(args.ref_logp, vector, inputs.ref_logp);
   if constexpr (EXTRAS) {
@@ -132,7 +133,7 @@ __device__ __forceinline__ void read_constants(const PolicyLossArgs& args, Input
 template <bool WHOLE, bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ void read_inputs(const PolicyLossArgs& args, Inputs<WIDTH>& inputs) {
   read<WHOLE>(args.logp, inputs.vector, inputs.logp);
-  read<WHOLE>(args.old_logp ? args.old_logp : args.logp, inputs.vector, inputs.old_logp);
+  read<WHOLE>(args.old_logp, inputs.vector, inputs.old_logp);
   read_constants<WHOLE, REFERENCE, EXTRAS>(args, inputs);
 }
 
@@ -154,7 +155,7 @@ __device__ __forceinline__ Inputs<WIDTH> read_inputs(const PolicyLossArgs& args,
 template <bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ bool is_sound(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs) {
   const PolicyLossArgs& args = gate.args;
-  bool sound = (inputs.vector.inside == 15u) & (!args.mask | all_bytes(inputs.mask));
+  bool sound = inputs.vector.full() & all_bytes(inputs.mask);
   if constexpr (EXTRAS == kNoExtras) sound &= fabsf(row.a) <= FLT_MAX;
 #pragma unroll
   for (int i = 0; i < WIDTH; ++i) {
@@ -186,7 +187,7 @@ __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row,
     token.x = inputs.logp[i] - inputs.old_logp[i];
     if (REFERENCE && args.ref_logp) token.s = inputs.logp[i] - inputs.ref_logp[i];
   } else {
-    const bool given = inputs.vector.has(i) && (!args.mask || byte_of(inputs.mask, i));
+    const bool given = inputs.vector.has(i) && byte_of(inputs.mask, i);
     const LogRatio policy = log_ratio(inputs.logp[i], inputs.old_logp[i]);
     LogRatio reference = {};
     if (REFERENCE && args.ref_logp) reference = log_ratio(inputs.logp[i], inputs.ref_logp[i]);

@@ -64,10 +64,11 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
     if (vector.whole) {
       const float4 four = *reinterpret_cast<const float4*>(to);
       grad[0] = four.x, grad[1] = four.y, grad[2] = four.z, grad[3] = four.w;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (!vector.whole && vector.has(i)) grad[i] = to[i];
+      for (int i = 0; i < 4; ++i) {
+        if (vector.has(i)) grad[i] = to[i];
+      }
     }
     for_each_valid<PRE_GATED>(call.gate, row, inputs, [&](const Token& token, int i) {
       if (token.infinite) return;

@@ -142,10 +142,8 @@ __device__ __forceinline__ void for_each_window(const Unit& tile, bool wide, Vis
   const int before = int(tile.begin) & 3, end = before + tile.length;
 #pragma unroll 1
   for (int window = 0; window < end; window += kWindow) {
-    const int at = window + lane() * 4, from = max(before - at, 0), to = min(end - at, 4);
-    const unsigned inside = from < to ? (1u << to) - (1u << from) : 0u;
-    const bool any = inside != 0;
-    visit(Vector<4>{any ? tile.begin - before + at : tile.begin, any ? from : 0, any ? to : 1, inside, wide && inside == 15u});
+    const int at = window + lane() * 4;
+    visit(vector_at<4>(tile.begin - before, at, before, end, wide));
   }
 }
 

@@ -41,7 +41,7 @@ __device__ __forceinline__ void read_given(const Gate& gate, int64_t token, Give
   if (row < 0) return;
   given.terms = gate.row_terms(row);
   Inputs<1> inputs = {};
-  inputs.vector = {token, 0, 1, 1u, false};
+  inputs.vector = {token, 0, 1, false};
   if (gate.args.old_logp) read<false>(gate.args.old_logp, inputs.vector, inputs.old_logp);
   read_constants<false, true, true>(gate.args, inputs);
   given.inputs = inputs;
@@ -145,7 +145,7 @@ extern "C" int hpo_loss_from_logits(const hpo::LogprobsBackwardArgs* logits, con
   using namespace hpo;
   const cudaStream_t stream = reinterpret_cast<cudaStream_t>(context);
   PolicyLossArgs read = *args;
-  read.entropy = nullptr;
+  read.logp = read.entropy = nullptr;
   read.grad = read.token_loss = nullptr;
   const Call call = {*logits, TokenCall(read, *structure, *numbers, hierarchy ? *hierarchy : Hierarchy{})};
   if (blocks == 0) return 0;

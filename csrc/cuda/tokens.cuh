@@ -8,18 +8,29 @@ namespace hpo {
 // whose order must not depend on where the row lies.
 template <int WIDTH>
 struct Vector {
-  int64_t token;    // the first
-  int from, to;     // token + [from, to) lies in the row's range
-  unsigned inside;  // bit i: token + i belongs to the row
-  bool whole;       // all WIDTH do, and may be read and written at once
+  int64_t token;  // the first
+  int from, to;   // token + [from, to) is the row's range, of which the vector may have a part or nothing
+  bool whole;     // the vector is full, and may be read and written at once
 
-  __device__ __forceinline__ bool has(int i) const { return inside >> i & 1; }
+  __device__ __forceinline__ bool full() const { return from <= 0 && to >= WIDTH; }
+  __device__ __forceinline__ bool has(int i) const { return from <= i && i < to; }
 
-  // The token that is read for i: token + i, or a neighbour in the range. A load behind a condition would cost more registers.
+  // Bit i: token + i belongs to the row.
+  __device__ __forceinline__ unsigned inside() const { return (1u << min(max(to, 0), WIDTH)) - (1u << max(from, 0)); }
+
+  // The token that is read for i: token + i, or the nearest in the range. A load behind a condition would cost more registers.
   __device__ __forceinline__ int64_t at(int i) const { return token + min(max(i, from), to - 1); }
 
-  __device__ __forceinline__ Vector<1> only(int i) const { return {token + i, 0, 1, inside >> i & 1, false}; }
+  __device__ __forceinline__ Vector<1> only(int i) const { return {token + i, 0, 1, false}; }
 };
+
+// The vector at `base + at` where the tokens from `base + begin` to `base + end` are the row's; begin < at + WIDTH.
+template <int WIDTH>
+__device__ __forceinline__ Vector<WIDTH> vector_at(int64_t base, int at, int begin, int end, bool wide) {
+  Vector<WIDTH> vector = {base + at, begin - at, end - at, false};
+  vector.whole = wide && vector.full();
+  return vector;
+}
 
 // An index that is not a constant would put the values into memory.
 __device__ __forceinline__ float pick(const float (&values)[4], int i) {
@@ -35,22 +46,16 @@ __device__ __forceinline__ void put(float (&values)[4], int i, float value) {
 // Whether addresses allow vectors of four: floats on 16 bytes, masks on 4. Null pointers do.
 inline bool allows_wide(const void* array, size_t bytes) { return reinterpret_cast<uintptr_t>(array) % bytes == 0; }
 
-// Calls `visit` with this lane's vectors in the unit. shared: a row behind the unit's may own some of its tokens.
+// Calls `visit` with this lane's vectors in the unit. shared: a row behind the unit's may own some of its tokens,
+// which are then visited one by one.
 template <int WIDTH, class Visit>
 __device__ __forceinline__ void for_each_vector(const Pack& pack, const Unit& unit, bool wide, bool shared, Visit visit) {
   const int before = WIDTH == 4 ? int(unit.begin) & 3 : 0, end = before + unit.length;
   const int64_t aligned = unit.begin - before;
 #pragma unroll 1
   for (int at = lane() * WIDTH; at < end; at += kWarp * WIDTH) {
-    const int from = max(before - at, 0), to = min(end - at, WIDTH);
-    unsigned inside = (1u << to) - (1u << from);
-    if (shared) {
-#pragma unroll 1
-      for (int i = from; i < to; ++i) {
-        if (find_owner(pack, aligned + at + i) != unit.row) inside &= ~(1u << i);
-      }
-    }
-    visit(Vector<WIDTH>{aligned + at, from, to, inside, wide && inside == (1u << WIDTH) - 1});
+    if (WIDTH == 1 && shared && find_owner(pack, aligned + at) != unit.row) continue;
+    visit(vector_at<WIDTH>(aligned, at, before, end, wide));
   }
 }
 

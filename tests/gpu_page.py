@@ -174,11 +174,12 @@ read-only path. Float64: instructions. Fences: of the memory of the device, thos
 SLOTS = """
 ## Issue slots
 
-The loop is the shortest one with 128-bit loads and the fewest 128-bit stores, in `sweep_leaves` the sweep's, which is longer than those of the sums
-and the delivery. The table has all instructions of its code, and the shortest way through an iteration on which all
-128-bit accesses are made and no loop inside is entered, as exceptions and masked tokens enter one: its instructions,
-those for one token (for a logit in kernels that read logits), and their classes. The last columns have the way on other
-architectures, and in brackets what it is for one.\
+The loop is the shortest one with 128-bit loads and the fewest 128-bit stores, in `sweep_leaves` the sweep's, which is
+longer than those of the sums and the delivery. The table has all instructions of its code, and the shortest way through
+an iteration on which all 128-bit accesses are made and no loop inside is entered, as exceptions and masked tokens enter
+one: its instructions, those for one token (for a logit in kernels that read logits), and their classes. The last
+columns have the way on other architectures, and in brackets what it is for one. Where an array of tokens begins off
+alignment, a branch beside this way reads it token by token, and accesses all other arrays as here.\
 """.splitlines()
 BLOCKS = f"""
 ## Blocks and waves
@@ -188,7 +189,9 @@ device holds at once; 1.00 is one wave. Cooperative launches leave a quarter of 
 TRITON = """
 ## Triton on sm_90
 
-Where a path has several specialisations of a kernel, the one with most registers. Nothing spills, on any target.\
+Where a path has several specialisations of a kernel, the one with most registers. Nothing spills, on any target.
+Where an array of tokens begins off alignment, kernels read all of them token by token, and `_sweep` stores results at
+once: a choice for each array would compile kernels again.\
 """.splitlines()
 TRITON_SLOTS = """
 ## Issue slots of Triton

@@ -260,6 +260,11 @@ MUTANTS = {
         "aligned ? count / kPerVector<Type> : 0", "count / kPerVector<Type>",
         "test_scale.test_values_are_products", {"factor": 0.3, "offset": 1, "count": 8, "dtype": torch.float32},
     ),
+    "cuda: an array beside one that is not aligned is taken for aligned": Mutant(
+        "cuda_emulated", "cuda/tokens.cuh",
+        "allows_wide(array, 4 * sizeof(T))", "true",
+        "test_gates.test_where_a_tensor_begins_changes_no_bit", {"gate": gates.dapo()},
+    ),
     "cuda: a correction takes vectors for aligned": Mutant(
         "cuda_emulated", "cuda/corrections.cu",
         "allows_wide(array, 16)", "true",

@@ -30,7 +30,8 @@ class Way(NamedTuple):
 
 class Loop(NamedTuple):
     """The shortest loop with 128-bit loads and the fewest stores of a kernel, which runs if everything is aligned and
-    has no other such loop inside. Of a sweep under levels it is the longest without another inside: the loops of its sums and its delivery stand in kernels of their own, too."""
+    has no other such loop inside. Of a sweep under levels it is the longest without another inside: the loops of its
+    sums and its delivery stand in kernels of their own, too."""
 
     instructions: int
     loads: int  # of 128 bits

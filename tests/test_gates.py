@@ -20,6 +20,7 @@ import hpo_core as hpo
 from hpo_core import gates, testing
 from hpo_core.gates import Clip, RatioGate
 from hpo_core.testing import Layout
+from hpo_core.testing.promises import shifted
 
 
 @pytest.mark.usefixtures("at_length")
@@ -335,6 +336,27 @@ def test_many_short_rows(gate, native_backends):
     expected = testing.expect_policy_loss(example)
     for backend in native_backends:
         assert_exact(backend, example, expected)
+
+
+@pytest.mark.parametrize("gate", [gates.dapo(), gates.gspo(0.1, 0.2), gates.gmpo(0.2, 0.2)], ids=lambda g: g.name)
+def test_where_a_tensor_begins_changes_no_bit(gate, native_backends):
+    """Each tensor of tokens alone begins off alignment, and then all others do, as those that are cut from a batch."""
+    layout = Layout((9, 150, 1, 20), 3, "some", False, 5)
+    features = {"weights", "kl", "entropy", "token_mask", "token_weight"} | ({"bounds"} if gate.takes_bounds else set())
+    example = testing.random_policy_loss(0, gate, features, penalty=PENALTIES[1], layout=layout)
+    tensors = set()
+    example.on_tokens(lambda values: tensors.add(id(values)) or values)
+    for backend in native_backends:
+        loss = functools.partial(hpo.policy_loss, backend=backend)
+
+        def outcome(off, loss=loss, backend=backend):
+            moved = example.on_tokens(lambda values: shifted(values) if id(values) in off else values)
+            out = testing.run_policy_loss(loss, testing.move(moved, testing.device_of(backend)))
+            return bits(out.loss, out.grad, out.metrics.vector)
+
+        expected = outcome(set())
+        for one in tensors:
+            assert outcome({one}) == outcome(tensors - {one}) == expected, backend
 
 
 @hypothesis.settings(max_examples=1000)  # fewer in every run, as conftest.py says

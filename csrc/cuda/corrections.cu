@@ -27,7 +27,7 @@ struct Call {
   Correction correction;
   Workspace workspace;
   Compared from;  // its first two are the log-probabilities of `args`
-  bool wide;  // vectors of four tokens may be read and written at once
+  bool wide;  // vectors of four tokens may be read at once from every array
 
   Call(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction)
       : args(args),
@@ -41,7 +41,7 @@ struct Call {
     this->args.entropy = this->args.score = this->args.low = this->args.high = nullptr;
     this->args.token_mask = nullptr;
     const float* advantages = args.advantage_per_token ? args.advantages : nullptr;
-    const float* arrays[] = {from.first, from.second, advantages, args.token_weight, correction.factor};
+    const float* arrays[] = {from.first, from.second, advantages, args.token_weight};
     for (const float* array : arrays) wide &= allows_wide(array, 16);
     workspace.place(args.workspace, hierarchy.leaves);
     if (hierarchy.stage != Stage::whole) workspace.segments = hierarchy.tables.sums;
@@ -69,8 +69,9 @@ struct Call {
 // Returns the leaves that count.
 __device__ __forceinline__ Leaves prepare(const Call& call) {
   if (call.hierarchy.depth > 0 && call.reaches(Stage::sums)) clear(call.workspace.segments, call.hierarchy.leaves * kWords);
-  if (call.args.token_weight) copy(call.correction.factor, call.args.token_weight, call.args.tokens);
-  else fill_tokens(call.correction.factor, call.args.tokens, call.wide, 1.0f);
+  float* const factor = call.correction.factor;
+  if (call.args.token_weight) copy(factor, call.args.token_weight, call.args.tokens);
+  else fill_tokens(factor, call.args.tokens, allows_wide(factor, 16), 1.0f);
   const Counted& counted = call.workspace.counted;
   return get_leaves(call.hierarchy, call.args, counted, check_leaves(call.hierarchy, call.args, counted));
 }

@@ -34,7 +34,7 @@ struct Gate {
   float kl_beta;
   RuleNumbers rule;
   bool low_driven[2], high_driven[2];  // tokens have this bound of their own
-  bool wide;  // vectors of four tokens may be read at once
+  bool wide;  // vectors of four tokens may be read at once from every array
   bool coefficient_varies;  // a may differ between the tokens of a row
 
   Gate(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers)
@@ -48,10 +48,9 @@ struct Gate {
       low_driven[sign] = this->args.low && structure.low_driven[sign];
       high_driven[sign] = this->args.high && structure.high_driven[sign];
     }
-    const float* floats[] = {args.logp,    args.old_logp,  args.ref_logp,
-                             args.entropy, args.score,     args.token_weight,
-                             args.low,     args.high,      args.advantage_per_token ? args.advantages : nullptr,
-                             args.grad,    args.token_loss};
+    const float* floats[] = {args.logp,    args.old_logp, args.ref_logp,
+                             args.entropy, args.score,    args.token_weight,
+                             args.low,     args.high,     args.advantage_per_token ? args.advantages : nullptr};
     for (const float* array : floats) wide &= allows_wide(array, 16);
     for (const uint8_t* array : {args.mask, args.token_mask}) wide &= allows_wide(array, 4);
     coefficient_varies = args.advantage_per_token || args.token_weight || args.correction.second;

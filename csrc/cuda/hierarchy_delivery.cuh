@@ -61,7 +61,8 @@ __device__ __forceinline__ void deliver_tile(const Call& call, const Unit& tile,
     const Inputs<4> inputs = read_inputs<true, PRE_GATED>(call.gate.args, vector);
     float* const to = call.gate.args.grad + vector.token;
     float grad[4] = {};
-    if (vector.whole) {
+    const bool at_once = vector.at_once(call.gate.args.grad);
+    if (at_once) {
       const float4 four = *reinterpret_cast<const float4*>(to);
       grad[0] = four.x, grad[1] = four.y, grad[2] = four.z, grad[3] = four.w;
     } else {

@@ -4,19 +4,28 @@
 
 namespace hpo {
 
+// Whether addresses allow vectors of four: floats on 16 bytes, masks on 4. Null pointers do.
+HPO_INLINE bool allows_wide(const void* array, size_t bytes) { return reinterpret_cast<uintptr_t>(array) % bytes == 0; }
+
 // WIDTH = 4: aligned in the pack, so that a whole vector is one load of each array. WIDTH = 1: aligned in the row, for sums
 // whose order must not depend on where the row lies.
 template <int WIDTH>
 struct Vector {
   int64_t token;  // the first
   int from, to;   // token + [from, to) is the row's range, of which the vector may have a part or nothing
-  bool whole;     // the vector is full, and may be read and written at once
+  bool whole;     // the vector is full, and every input may be read at once
 
   __device__ __forceinline__ bool full() const { return from <= 0 && to >= WIDTH; }
   __device__ __forceinline__ bool has(int i) const { return from <= i && i < to; }
 
   // Bit i: token + i belongs to the row.
   __device__ __forceinline__ unsigned inside() const { return (1u << min(max(to, 0), WIDTH)) - (1u << max(from, 0)); }
+
+  // Whether this array may be accessed at once, wherever the others begin.
+  template <class T>
+  __device__ __forceinline__ bool at_once(const T* array) const {
+    return WIDTH == 4 && full() && allows_wide(array, 4 * sizeof(T));
+  }
 
   // The token that is read for i: token + i, or the nearest in the range. A load behind a condition would cost more registers.
   __device__ __forceinline__ int64_t at(int i) const { return token + min(max(i, from), to - 1); }
@@ -43,9 +52,6 @@ __device__ __forceinline__ void put(float (&values)[4], int i, float value) {
   for (int k = 0; k < 4; ++k) values[k] = i == k ? value : values[k];
 }
 
-// Whether addresses allow vectors of four: floats on 16 bytes, masks on 4. Null pointers do.
-inline bool allows_wide(const void* array, size_t bytes) { return reinterpret_cast<uintptr_t>(array) % bytes == 0; }
-
 // Calls `visit` with this lane's vectors in the unit. shared: a row behind the unit's may own some of its tokens,
 // which are then visited one by one.
 template <int WIDTH, class Visit>
@@ -59,11 +65,14 @@ __device__ __forceinline__ void for_each_vector(const Pack& pack, const Unit& un
   }
 }
 
+// WHOLE: all arrays may be read at once.
 template <bool WHOLE, int WIDTH>
 __device__ __forceinline__ void read(const float* array, const Vector<WIDTH>& vector, float (&values)[WIDTH]) {
-  if constexpr (WHOLE && WIDTH == 4) {
+  if (WHOLE || vector.at_once(array)) {
     const float4 four = __ldg(reinterpret_cast<const float4*>(array + vector.token));
-    values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
+    const float each[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) values[i] = each[i];
   } else {
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) values[i] = __ldg(array + vector.at(i));
@@ -73,7 +82,7 @@ __device__ __forceinline__ void read(const float* array, const Vector<WIDTH>& ve
 // Four bytes of a mask; a byte other than 0 is true.
 template <bool WHOLE, int WIDTH>
 __device__ __forceinline__ void read(const uint8_t* array, const Vector<WIDTH>& vector, uint32_t& bytes) {
-  if constexpr (WHOLE && WIDTH == 4) {
+  if (WHOLE || vector.at_once(array)) {
     bytes = __ldg(reinterpret_cast<const uint32_t*>(array + vector.token));
   } else {
     bytes = 0;
@@ -90,7 +99,7 @@ __device__ __forceinline__ bool all_bytes(uint32_t bytes) { return ((bytes - 0x0
 template <int WIDTH>
 __device__ __forceinline__ void write(float* array, const Vector<WIDTH>& vector, const float (&values)[WIDTH]) {
   if constexpr (WIDTH == 4) {
-    if (vector.whole) {
+    if (vector.at_once(array)) {
       // This is no assignment, which nvcc takes apart to share its stores with those below.
       __stwb(reinterpret_cast<float4*>(array + vector.token), make_float4(values[0], values[1], values[2], values[3]));
       return;

@@ -88,6 +88,10 @@ def _masked() -> PolicyLossInputs:
     return _inputs(mask=_bools(TOKENS))
 
 
+def _unaligned() -> PolicyLossInputs:
+    return _masked()._replace(logp=_floats(TOKENS + 1)[1:])
+
+
 def _everything(advantage_per_token: bool) -> PolicyLossInputs:
     bools, floats = _bools(TOKENS), _floats(TOKENS)
     return _inputs(
@@ -176,6 +180,7 @@ def _corrected(name: str, inputs: PolicyLossInputs, statistic: Statistic, action
 def paths() -> Iterator[NamedCall]:
     """A name and a call for each path through the kernels: the light and the heavy end of every sweep."""
     yield _gate("gate: clip", _masked(), PolicyLossSpec())
+    yield _gate("gate: clip, unaligned", _unaligned(), PolicyLossSpec())
     yield _gate("gate: clip, all inputs", _everything(False), PolicyLossSpec(**HEAVIEST_PENALTY))
     yield _gate("gate: score, no ratio", _inputs(old_logp=None), PolicyLossSpec(token=TokenGate.DROP, head=Head.SCORE))
     yield _levels("hierarchy: sequence", _masked(), SEQUENCE, token=TokenGate.DROP)
@@ -251,8 +256,7 @@ def every_path() -> Iterator[NamedCall]:
         name = f"gate: {spec.token.name} {head.name}"
         yield _gate(name, _masked(), spec)
         yield _gate(f"{name}, on-policy", _inputs(old_logp=None), spec)
-        unaligned = _masked()._replace(logp=_floats(TOKENS + 1)[1:])
-        yield _gate(f"{name}, unaligned", unaligned, spec)
+        yield _gate(f"{name}, unaligned", _unaligned(), spec)
         for per_token in (False, True):
             yield _gate(f"{name}, all inputs {per_token}", _everything(per_token), spec._replace(strict=per_token))
         for penalty in penalties:

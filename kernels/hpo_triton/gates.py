@@ -53,7 +53,8 @@ from .tokens import bits, load_tokens, read_tokens, reading_of, up_to
 DROP = tl.constexpr(int(TokenGate.DROP))
 
 # Registers of a thread: with 128 two programs fit on a multiprocessor. The assembler aims there by itself, but where
-# it takes a few more it would rather spill than have one program. Bounds of tokens and narrow loads do take more.
+# it takes a few more it would rather spill than have one program. Bounds of tokens do take more, and narrow loads
+# without a result of tokens.
 LIGHT_REGISTERS, MOST_REGISTERS = 128, 255
 
 
@@ -181,11 +182,13 @@ def _sweep(
 
         c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
         policy, penalty, loss_t, derivative = differentiate_clipped(t, gated, c, kl_beta, GATE)
+        # New tensors are aligned, wherever the inputs begin. A store of four neighbours keeps them in one thread: in
+        # the layout of narrow accesses the sums take twice the registers.
         if grad is not None:
-            store(grad, token, tl.where(t.valid, derivative, 0.0), tokens, whole, ALIGNED)
+            store(grad, token, tl.where(t.valid, derivative, 0.0), tokens, whole, True)
         if token_loss is not None:
             bounded = clamp(loss_t, -LARGEST, LARGEST).to(tl.float32)
-            store(token_loss, token, tl.where(t.valid, bounded, 0.0), tokens, whole, ALIGNED)
+            store(token_loss, token, tl.where(t.valid, bounded, 0.0), tokens, whole, True)
 
         h = None if entropy is None else load(entropy, token, tokens, whole, ALIGNED)
         total = add_tokens(total, t, policy.loss, penalty, h, ref_logp is not None)
@@ -216,7 +219,8 @@ def policy_loss(
     sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
     reading = reading_of(inputs, spec)
     seen = torch.zeros(rows, dtype=torch.uint8, device=device)
-    light = reading.aligned and reading.rule is None and inputs.low is None and inputs.high is None
+    by_fours = reading.aligned or want_grad or want_tokens
+    light = by_fours and reading.rule is None and inputs.low is None and inputs.high is None
     launch(
         _sweep, programs, *up_to(inputs, "high"), inputs.kl_weight, inputs.correction_first, inputs.correction_second,
         rule_bounds_of(spec.correction), seen, sums, grad, token_loss, tokens, rows,

@@ -66,7 +66,7 @@ MUTANTS = {
         "test_covariance.test_terms_are_those_of_a_loop", {"rows": None, "masked": True},
     ),
     "triton: a search finds the rows of broken offsets": Mutant(
-        "triton", "covariance.py",
+        "triton", "rows.py",
         "broken |= row_range(", "row_range(",
         "test_covariance.test_of_rows_that_overlap_the_last_one_owns_a_token", {},
     ),

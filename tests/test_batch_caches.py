@@ -286,6 +286,15 @@ def test_a_dispatch_mode_sees_every_kernel():
     assert "hpo_core::row_weights" in names
 
 
+def test_default_weights_are_refused_once_there_are_ranks(monkeypatch):
+    """The weights are cached; the check that the batch is the whole step is not."""
+    batch = make()
+    loss(batch)
+    monkeypatch.setattr("hpo_core.distributed.world_size", lambda group: 2)
+    with pytest.raises(ValueError, match="weights: 2 ranks are initialised"):
+        loss(batch)
+
+
 def test_training_after_a_first_call_in_inference_mode():
     """Autograd cannot save tensors that were made in inference mode."""
     batch = make()

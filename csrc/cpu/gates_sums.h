@@ -101,6 +101,10 @@ inline void add_to_lanes(const double* lanes, double* sums) {
 // rounding is worth.
 constexpr int kRun = 8 * kLanes;
 
+// So many tokens ahead of an access the cache is told of it: what hardware foresees ends with a page, which is a tile of
+// floats.
+constexpr int kAhead = 512;
+
 // Calls step(i, part, own, whole) for every vector of the tokens [begin, end), and end_run() before those of a new run; the
 // last run is the caller's to end. `own`: the lanes that hold these tokens, all lanes where the type `whole` is true.
 template <class Step, class EndRun>

@@ -6,10 +6,6 @@
 
 namespace hpo::HPO_ISA {
 
-// So many tokens ahead of an access the cache is told of it: what hardware foresees ends with a page, which is a tile of
-// floats.
-constexpr int kAhead = 512;
-
 // Whether tokens have weights that are not 1.
 inline bool weighs_tokens(const PolicyLossArgs& args) { return args.token_weight || args.correction.second; }
 

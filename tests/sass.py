@@ -108,7 +108,7 @@ def _is_wide(operation: str, line: str) -> bool:
 
 BYTES = 16  # of an instruction
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);")
-# What HFMA2 makes of zeros is a constant, and conversions of float64 are counted with it.
+# An HFMA2 of zeros makes a constant; conversions of float64 are counted with float64.
 FLOAT = (
     r"^(?:@\S+ )?(?!HFMA2\S* \w+, -RZ, RZ|\S*F64)U?"
     r"(?:F(?:ADD2?|MUL2?|FMA2?|SETP|SEL|MNMX3?|SET|CHK|RND)|MUFU|V?H(?:ADD2|MUL2|FMA2|SETP2|MNMX2?)|F2FP?|F2IP?|I2FP?)\b"

@@ -327,7 +327,8 @@ def as_constant(
     """:func:`checked_constant` for a tensor that is already examined."""
     if shape is not None and tensor.shape != shape:
         check_shape(name, tensor, shape, meaning)
-    check_device(name, tensor, device, whose)
+    if tensor.device != device:
+        check_device(name, tensor, device, whose)
     if tensor.requires_grad or has_tangent(tensor):
         found = "requires a gradient" if tensor.requires_grad else "has a tangent (of forward-mode derivatives)"
         swapped = ", and as logp what the current policy says" if name == "old_logp" else ""

@@ -80,9 +80,8 @@ class Native:
         # a process calls for the first time.
         self._loss = torch.empty((), dtype=torch.float32, device="cpu")
         self._metrics = torch.empty(module.metrics, dtype=torch.float64, device="cpu")
-        self._spec, self._levels, self._groups = (
-            functools.lru_cache(maxsize=_SPECS)(make)
-            for make in (self._make_spec, self._make_levels, self._make_groups)
+        self._gate, self._groups = (
+            functools.lru_cache(maxsize=_SPECS)(make) for make in (self._make_gate, self._make_groups)
         )
 
     def _call(self, function: Any, tensor: torch.Tensor, *arguments: Any) -> Any:
@@ -99,6 +98,10 @@ class Native:
         if size >= _LARGE and not self._on_cuda:
             self.module.advise_large_pages(workspace, size)
         return workspace
+
+    def _make_gate(self, spec: PolicyLossSpec) -> tuple[Any, Any]:
+        """The two parts of a spec, of which a gate without a hierarchy has the first alone."""
+        return self._make_spec(spec), self._make_levels(spec) if spec.is_hierarchical else None
 
     def _make_spec(self, spec: PolicyLossSpec) -> Any:
         def rule(of: CorrectionSpec) -> tuple[Any, ...]:
@@ -144,17 +147,19 @@ class Native:
         grad = torch.empty_like(logp) if want_grad else None
         token_loss = torch.empty_like(logp) if want_tokens else None
         outputs = (loss, metrics, grad, token_loss)
-        if spec.is_hierarchical:
-            self._hierarchy(inputs, spec, tokens, rows, outputs, exchange)
-        else:
+        flat, levels = gate = self._gate(spec)
+        if levels is None:
             workspace = self._workspace(self.module.policy_loss_workspace(tokens, rows), logp)
-            self._call(self.module.policy_loss, logp, self._spec(spec), tokens, rows, inputs, *outputs, workspace)
+            self._call(self.module.policy_loss, logp, flat, tokens, rows, inputs, *outputs, workspace)
+        else:
+            self._hierarchy(inputs, spec, gate, tokens, rows, outputs, exchange)
         return outputs
 
     def _hierarchy(
         self,
         inputs: PolicyLossInputs,
         spec: PolicyLossSpec,
+        gate: tuple[Any, Any],
         tokens: int,
         rows: int,
         outputs: tuple[torch.Tensor | None, ...],
@@ -162,8 +167,7 @@ class Native:
     ) -> None:
         logp, leaves = inputs.logp, inputs.leaves
         size = self.module.hierarchy_workspace(tokens, rows, leaves)
-        levels = (self._spec(spec), self._levels(spec))
-        call = (self.module.hierarchy, logp, *levels, tokens, rows, leaves, inputs, *outputs)
+        call = (self.module.hierarchy, logp, *gate, tokens, rows, leaves, inputs, *outputs)
         if exchange is None:
             self._call(*call, self._workspace(size, logp), Stage.WHOLE, None, None, None)
             return
@@ -432,10 +436,9 @@ class Native:
         tokens = rows.targets.numel()
         logp = torch.empty(tokens, dtype=torch.float32, device=logits.device)
         entropy = torch.empty_like(logp)
-        levels = self._levels(spec) if spec.is_hierarchical else None
         done = self._call(
-            self._loss_from_logits, logits, call, self._spec(spec), levels, tokens, inputs.weights.numel(), inputs,
-            logp, entropy, into, *rows.strides_of(into, logits, call[1]),
+            self._loss_from_logits, logits, call, *self._gate(spec), tokens, inputs.weights.numel(), inputs, logp,
+            entropy, into, *rows.strides_of(into, logits, call[1]),
         )  # fmt: skip
         return (logp, entropy) if done else None
 

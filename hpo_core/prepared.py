@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 
 from . import aggregation, gates, ops
-from .batch import Hierarchy, LeafTables, PackedBatch, as_batch, valid_tokens
+from .batch import ROWS_AS_LEAVES, Hierarchy, LeafTables, PackedBatch, as_batch, valid_tokens
 from .checks import (
     as_constant,
     check,
@@ -37,7 +37,6 @@ Report = tuple[_Reported, ...] | Collection[_Reported]  # for a Collection alone
 
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
 _NO_INPUTS = GateInputs()
-_NO_LEAVES = LeafTables()
 _LEAST_POSITIVE = 1e-3  # a log-probability above 0 by less may be rounding of float32
 
 
@@ -66,11 +65,10 @@ _OPTIONS = frozenset(PolicyLossOptions.__annotations__)
 
 def check_options(function: Callable[..., object], options: Mapping[str, object]) -> None:
     """Refuse a keyword that this public function does not take; Python would name a function inside it."""
-    unknown = [name for name in options if name not in _OPTIONS]
-    if not unknown:
+    if options.keys() <= _OPTIONS:
         return
     known = [*list(inspect.signature(function).parameters)[:-1], *PolicyLossOptions.__annotations__]
-    name = min(unknown)
+    name = min(options.keys() - _OPTIONS)
     close = difflib.get_close_matches(name, known, 1)
     fix = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
     raise TypeError(f"{name}: {function.__name__} has no such argument; {fix}")
@@ -181,10 +179,9 @@ def prepare(
             "report: 'levels' is for a gate with levels, got {!r}, which has none; drop it (metrics has the tokens)",
             gate.name,
         )
-    leaves: Hierarchy | LeafTables = _NO_LEAVES
-    # This is spec.is_hierarchical, a property of a named tuple, which the Dynamo of torch 2.10 does not trace.
-    if len(spec.levels) > 0 or spec.term is not None:
-        units = tuple(level.unit for level in spec.levels)
+    leaves: Hierarchy | LeafTables = ROWS_AS_LEAVES
+    if spec.levels:
+        units = tuple([level.unit for level in spec.levels])
         leaves = batch.hierarchy(units) if beyond else batch.leaf_tables(units)
     exchange: SegmentExchange | None = None
     if beyond:

@@ -2,6 +2,7 @@
 
 from .cuts import MicroBatch
 from .hierarchy import (
+    ROWS_AS_LEAVES,
     Hierarchy,
     LeafTables,
     alone_without,
@@ -21,6 +22,7 @@ from .packed import PackedBatch, as_batch
 from .padded import takes_padded
 
 __all__ = [
+    "ROWS_AS_LEAVES",
     "Hierarchy",
     "LeafTables",
     "MicroBatch",

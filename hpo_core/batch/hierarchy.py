@@ -32,6 +32,9 @@ class LeafTables(NamedTuple):
     ancestors: torch.Tensor | None = None  # None: every leaf is a segment at every level
 
 
+ROWS_AS_LEAVES = LeafTables()
+
+
 def hierarchy_of(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
     """The leaves of a batch and their segments at the levels ``units``; steps are leaves if they are a level."""
     # Kernels check leaves and read them again later; copies cannot be refilled in between.

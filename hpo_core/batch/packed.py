@@ -13,6 +13,7 @@ from ..checks import check, check_device, check_real, check_shape, examined, req
 from ..specs import Unit
 from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
 from .hierarchy import (
+    ROWS_AS_LEAVES,
     Hierarchy,
     LeafTables,
     first_ranges,
@@ -220,8 +221,8 @@ class PackedBatch(Immutable):
         """The same for kernels: no table, and so no launch on a new batch, where the offsets say all."""
         if Unit.STEP in units:
             return LeafTables(*self.hierarchy(units))
-        if self.trajectory_ids is None and all(unit is Unit.TRAJECTORY for unit in units):
-            return LeafTables()
+        if self.trajectory_ids is None and units.count(Unit.TRAJECTORY) == len(units):
+            return ROWS_AS_LEAVES
         return LeafTables(ancestors=self.hierarchy(units).ancestors)
 
     def ids(self, unit: Unit) -> torch.Tensor | None:

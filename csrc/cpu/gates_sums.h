@@ -19,6 +19,10 @@ HPO_INLINE bool finite(float x) { return __builtin_fabsf(x) <= FLT_MAX; }
 // The kind of a token in the policy term, by the sign of its advantage. A sum of kinds over a tile counts both signs at once.
 constexpr int32_t kAbsent = 0, kPositive = 1, kNegative = 1 << 16;
 
+// Without a branch, which would be taken for half of the rows.
+HPO_INLINE int32_t kind_of(bool negative) { return kPositive << (16 * negative); }
+static_assert(kNegative == kPositive << 16, "the kinds of kind_of");
+
 HPO_INLINE int32_t positives(int32_t sum_of_kinds) { return sum_of_kinds & (kNegative - 1); }
 HPO_INLINE int32_t negatives(int32_t sum_of_kinds) { return sum_of_kinds / kNegative; }
 

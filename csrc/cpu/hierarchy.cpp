@@ -6,7 +6,7 @@
 // leaves: log-ratios are summed into segments, gates follow, gradients are summed into segments, and leaves get their shares.
 #include <algorithm>
 
-#include "hierarchy_blocks.h"
+#include "hierarchy_settle.h"
 #include "kernels.h"
 
 HPO_DECLARE_KERNELS(HPO_ISA)
@@ -92,7 +92,9 @@ void gate_leaf(const Sweeps& sweeps, int64_t p, LeafGate& gate, LevelSlopes& slo
   const Workspace& space = sweeps.space;
   slopes = {};
   if (leaves.hierarchy.depth == 0 || space.segment_of(leaves, 0, p).valid == 0) return;
-  gate_leaf(sweeps.call.args, leaves, p, [&](int k) { return space.segment_of(leaves, k, p); }, gate, slopes);
+  const auto segment = [&](int k) { return space.segment_of(leaves, k, p); };
+  gate_leaf(sweeps.call.args, leaves, p, segment, gate,
+            [&](int k, int channel, int sign, double slope) { slopes.slope[k][channel][sign] = slope; });
 }
 
 // The gradient of each token of a leaf through the aggregates above it.
@@ -103,6 +105,7 @@ AggregateGrad aggregate_grad_of(const Leaves& leaves, const Workspace& space, in
     for (int k = 0; k < hierarchy.depth; ++k) {
       if (hierarchy.levels[k].routing != Routing::through) continue;
       const int64_t at = 2 * (k * leaves.count() + leaves.ancestor(k, p)) + channel;
+      if (space.tables.largest[at] == 0) continue;  // no leaf of the segment has a gradient in its aggregate
       const auto segment = [&](int level) { return space.segment_of(leaves, level, p); };
       sum += from_steps(space.tables.aggregate_grad[at], space.tables.largest[at]) / shares(hierarchy, k, channel, segment);
     }
@@ -133,7 +136,7 @@ void run_rows(const Sweeps& sweeps, int threads) {
       if (done && !call.args.token_loss) return;
       for (const Segment& segment : segments) {
         const Block block = {segment.row, segment.row, first + segment.begin, segment.end - segment.begin, true};
-        (done ? apart : sweeps).take_alone(block, scratch, done ? scratch.counted : partial);
+        take_alone(done ? apart : sweeps, block, scratch, done ? scratch.counted : partial);
       }
     });
     end_stores_past_caches();
@@ -190,10 +193,13 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
         Scratch scratch;
         Partial partial;
         measure_blocks(sweeps, task, scratch, partial,
-                       [&](const Sweeps& of_row, const Block& block, const LogRatios& sums, bool fast) {
-                         if (leaves.stands_alone(block.leaf)) return of_row.settle(block, sums, fast, scratch, partial);
-                         space.log_ratios.at(task, block) = sums;
-                         space.fast.at(task, block) = fast;
+                       [&](const Sweeps& of_row, const Block* blocks, int count, const LogRatios* sums, bool fast) {
+                         if (leaves.stands_alone(blocks[0].leaf))
+                           return settle(of_row, blocks, count, sums, fast, scratch, partial);
+                         for (int i = 0; i < count; ++i) {
+                           space.log_ratios.at(task, blocks[i]) = sums[i];
+                           space.fast.at(task, blocks[i]) = fast;
+                         }
                        });
         end_stores_past_caches();
         space.partials[task] = partial;

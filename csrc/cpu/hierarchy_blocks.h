@@ -23,16 +23,17 @@ inline void add_log_ratios(const Tile& tile, const float* entering, int n, bool 
 }
 
 // The levels above the tokens of one leaf, which has some. segment(k): the sums of its segment at level k.
-template <class SegmentAt>
+// put_slope(k, channel, sign, slope) takes each level's slope.
+template <class SegmentAt, class PutSlope>
 HPO_INLINE void gate_leaf(const PolicyLossArgs& args, const Leaves& leaves, int64_t p, const SegmentAt& segment, LeafGate& gate,
-                          LevelSlopes& slopes) {
+                          const PutSlope& put_slope) {
   // Advantages of rows have one sign here.
   const int negative = !args.advantage_per_token && args.advantages[leaves.row(p)] < 0.0f;
   const int first_sign = args.advantage_per_token ? 0 : negative, last_sign = args.advantage_per_token ? 1 : negative;
   for (int channel = 0; channel <= leaves.hierarchy.split; ++channel) {
     for (int sign = first_sign; sign <= last_sign; ++sign) {
-      const auto put_slope = [&](int k, double slope) { slopes.slope[k][channel][sign] = slope; };
-      const GateColumn column = gate_column<true>(leaves.hierarchy, channel, sign, segment, put_slope);
+      const auto put = [&](int k, double slope) { put_slope(k, channel, sign, slope); };
+      const GateColumn column = gate_column<true>(leaves.hierarchy, channel, sign, segment, put);
       gate.z[sign] += column.z;
       gate.mean[channel] = column.mean;
       gate.slope[channel][sign] = column.slope;
@@ -169,7 +170,8 @@ struct Sweeps {
     const bool fast = result.fast;
     if (fast && call.args.entropy) add_entropies(call.args, block, partial);
     if (fast && plan.drops) {
-      count_alike(block, leaf, scratch, partial, result, flow);
+      const GatedToken token = token_alike(block, leaf);
+      count_alike(block, token, token_value(row_coefficient(call.args, block.row), token.z), scratch, partial, result, flow);
       if (!plan.fills_last) {
         classify_masks(block, scratch);
         write_alike(block, result.own_gradient, 0.0f, scratch);
@@ -180,8 +182,9 @@ struct Sweeps {
     const OpenLevels levels = open_levels(block, leaf, fast);
     if (levels.open) {
       classify_masks(block, scratch);
-      count(block, levels, scratch, partial, flow);
-      write(block, leaf, AggregateGrad{}, scratch, partial);
+      OpenTokens& open = scratch.open;
+      count(block, levels, open.inside_and_falling, scratch, partial, flow);
+      write(block, leaf, AggregateGrad{}, open.inside_and_falling, scratch, partial);
     } else {
       finish_closed(block, leaf, fast, scratch, partial, flow);
     }
@@ -231,19 +234,19 @@ struct Sweeps {
   }
 
   // Finds in a fast-path block under open levels what is clipped, which tokens are not, and what flows into aggregates.
-  void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
+  void count(const Block& block, const OpenLevels& levels, MaskPair* inside_and_falling, const Scratch& scratch,
+             Partial& partial, Flow& flow) const {
     const bool split = plan.hierarchy.split, of_tokens = call.args.advantage_per_token;
     // The loss of a clipped token comes first: it is ready by the time that it is needed.
     const ClippedLoss clipped(levels, split, of_tokens ? 1.0f : row_coefficient(call.args, block.row));
-    OpenTokens& open = scratch.open;
     OpenCounts counts;
-    if (plan.weighs) plan.open_loops.count_weighted(levels, call.args, block, scratch.weights, open.inside_and_falling, counts);
+    if (plan.weighs) plan.open_loops.count_weighted(levels, call.args, block, scratch.weights, inside_and_falling, counts);
     else
       for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
         if (masked == Masked::all) return;
-        plan.open_loops.count[masked == Masked::some](levels, call.args, at, begin, end, open.inside_and_falling, counts);
+        plan.open_loops.count[masked == Masked::some](levels, call.args, at, begin, end, inside_and_falling, counts);
       });
-    counts.add_to(partial.slots, !of_tokens && call.args.advantages[block.row] < 0.0f ? kNegative : kPositive);
+    counts.add_to(partial.slots, kind_of(!of_tokens && call.args.advantages[block.row] < 0.0f));
     const double above = clipped.of_above(counts), below = clipped.of_below(counts);
     partial.sums[kLossSum][0] += above + below;
     if (!plan.carries) return;
@@ -253,17 +256,21 @@ struct Sweeps {
     flow.past_token[1] = split ? below : 0.0;
   }
 
-  // The sums of a fast-path block whose tokens have one term but for their weights, and the gradient of a token's own path.
-  void count_alike(const Block& block, const LeafGate& leaf, const Scratch& scratch, Partial& partial,
+  // Each token of a fast-path block whose tokens have one term but for their weights: having no residual of its own, it has the
+  // numbers of its leaf, as from gate_token.
+  GatedToken token_alike(const Block& block, const LeafGate& leaf) const {
+    const int sign = call.args.advantages[block.row] < 0.0f;
+    return {leaf.z[sign], leaf.own[0][sign], leaf.slope[0][sign], 0.0f, leaf.below[sign], leaf.above[sign]};
+  }
+
+  // The sums of such a block, and the gradient of a token's own path. value: the token_value of each.
+  void count_alike(const Block& block, const GatedToken& token, float value, const Scratch& scratch, Partial& partial,
                    const BlockResult& result, Flow& flow) const {
-    const float advantage = call.args.advantages[block.row];
-    const bool negative = advantage < 0.0f;
-    const GatedToken token = gate_token<float>(leaf, false, true, plan.term.keep, negative, 0.0f, 0.0f, 0.0f);
-    const float value = token_value(call.args.weights[block.row] * advantage, token.z);
+    const bool negative = call.args.advantages[block.row] < 0.0f;
     OpenCounts counts;
     counts.present = plan.weighs ? scratch.weights.chosen : int32_t(result.log_ratios.valid);
-    counts.above = token.above ? counts.present : 0, counts.below = token.below ? counts.present : 0;
-    counts.add_to(partial.slots, negative ? kNegative : kPositive);
+    counts.above = token.above & counts.present, counts.below = token.below & counts.present;
+    counts.add_to(partial.slots, kind_of(negative));
     // Without weights the flows are multiples of one number, so that their sum has no order.
     const double tokens = plan.weighs ? scratch.weights.total() : double(counts.present);
     if (counts.present > 0) {  // else the coefficient has not been checked, and may be NaN
@@ -294,14 +301,13 @@ struct Sweeps {
   }
 
   // Loss and gradient of a block that is counted.
-  void write(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, Scratch& scratch,
-             Partial& partial) const {
+  void write(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, const MaskPair* inside_and_falling,
+             Scratch& scratch, Partial& partial) const {
     const PolicyLossArgs& args = call.args;
     const float coefficient = row_coefficient(args, block.row);
-    const OpenTokens& open = scratch.open;
     const auto write = [&](Masked masked, int64_t at, int begin, int end, const float* weights) {
       plan.open_loops.write[masked == Masked::some][!aggregate_grad.nothing()](
-          args, at, begin, end, coefficient, weights, open.inside_and_falling, aggregate_grad, partial.sums[kLossSum]);
+          args, at, begin, end, coefficient, weights, inside_and_falling, aggregate_grad, partial.sums[kLossSum]);
     };
     if (plan.weighs) {
       write(args.mask ? Masked::some : Masked::none, block.first, 0, int(block.tokens), scratch.weights.of_token);
@@ -345,51 +351,15 @@ struct Sweeps {
     });
   }
 
-  // A block under no level.
-  void take_alone(const Block& block, Scratch& scratch, Partial& partial) const {
-    LogRatios sums = {};
-    classify_masks(block, scratch);
-    const bool fast = measure(block, scratch, partial, sums);
-    settle(block, sums, fast, scratch, partial);
-  }
-
-  // All that is left for a leaf that shares its one level with no other, while its tokens are in the cache.
-  void settle(const Block& block, const LogRatios& sums, bool fast, Scratch& scratch, Partial& partial) const {
-    LeafGate gate = {};
-    LevelSlopes slopes = {};
-    if (plan.hierarchy.depth > 0 && sums.valid > 0) {
-      gate_leaf(call.args, leaves, block.leaf, [&](int) { return sums; }, gate, slopes);
-    }
-    Flow flow = {};
-    float own_gradient = 0.0f;
-    const BlockResult result = {sums, fast, own_gradient};
-    if (fast && call.args.ref_logp) {  // one order of additions on every path
-      finish(block, gate, scratch, partial, result, flow);
-      return receive(block, result, own_aggregate_grad(sums, flow), scratch);
-    }
-    if (fast && call.args.entropy) add_entropies(call.args, block, partial);
-    if (fast && plan.drops) {
-      count_alike(block, gate, scratch, partial, result, flow);
-      write_alike(block, own_gradient, own_aggregate_grad(sums, flow).rising, scratch);
-      return write_token_losses_alike(block, gate, scratch);
-    }
-    const OpenLevels levels = open_levels(block, gate, fast);
-    if (levels.open) count(block, levels, scratch, partial, flow);
-    else finish_closed(block, gate, fast, scratch, partial, flow);
-    const AggregateGrad aggregate_grad = own_aggregate_grad(sums, flow);
-    if (levels.open) write(block, gate, aggregate_grad, scratch, partial);
-    else receive(block, result, aggregate_grad, scratch);
-  }
-
   // A leaf that stands alone gets its own gradient back, with the rounding of the tables.
   AggregateGrad own_aggregate_grad(const LogRatios& sums, const Flow& flow) const {
     if (!plan.carries || plan.hierarchy.levels[0].routing != Routing::through) return {};
     const auto aggregate_grad = [&](int channel) {
       const double grad = flow.past_token[channel];
-      if (grad == 0.0) return 0.0f;
       const int64_t largest = magnitude_of(grad);
-      return float(from_steps(in_steps(grad, largest), largest) /
-                   shares(plan.hierarchy, 0, channel, [&](int) { return sums; }));
+      const double share =
+          from_steps(in_steps(grad, largest), largest) / shares(plan.hierarchy, 0, channel, [&](int) { return sums; });
+      return keep_if(grad != 0.0, float(share));
     };
     const float rising = aggregate_grad(0), falling = aggregate_grad(1);
     return {rising, plan.hierarchy.split ? falling : rising};
@@ -404,47 +374,5 @@ struct RowSweeps {
     return given.call.args.advantage_per_token && given.space.row_advantages.alike[row] ? of_alike : given;
   }
 };
-
-// Calls body(sweeps, block, sums, fast) for the blocks of a task behind their first sweep. Short ones are measured together, as
-// what is done once a tile takes longer than their tokens do.
-template <class Body>
-inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& scratch, Partial& partial, const Body& body) {
-  Block blocks[kFewRows];
-  int count = 0;
-  const auto measure_one = [&](const Sweeps& sweeps, const Block& block) {
-    LogRatios sums = {};
-    sweeps.classify_masks(block, scratch);
-    const bool fast = sweeps.measure(block, scratch, partial, sums);
-    body(sweeps, block, sums, fast);
-  };
-  const auto flush = [&] {
-    if (count == 0) return;
-    const Sweeps& sweeps = sweeps_of.at(blocks[0].row);
-    LogRatios sums[kFewRows];
-    const bool together = count > 1 && sweeps.measure_together(blocks, count, scratch, partial, sums);
-    for (int i = 0; i < count; ++i) {
-      if (!together) {
-        measure_one(sweeps, blocks[i]);
-        continue;
-      }
-      if (sweeps.leaves.stands_alone(blocks[i].leaf)) sweeps.classify_masks(blocks[i], scratch);
-      body(sweeps, blocks[i], sums[i], sweeps.plan.stays_fast());
-    }
-    count = 0;
-  };
-  sweeps_of.given.leaves.for_each_block(task, [&](const Block& block) {
-    const Sweeps& sweeps = sweeps_of.at(block.row);
-    if (block.tokens >= 2 * kWorthwhileRow || !sweeps.plan.measures_fast || sweeps.plan.weighs) {
-      flush();
-      return measure_one(sweeps, block);
-    }
-    // The blocks that wait have one plan: rows whose tokens have advantages have another one than the rest.
-    if (count == kFewRows || (count > 0 && (&sweeps != &sweeps_of.at(blocks[0].row) ||
-                                            block.first + block.tokens - blocks[0].first > kTile - kGridOfLines)))
-      flush();
-    blocks[count++] = block;
-  });
-  flush();
-}
 
 }  // namespace hpo::HPO_ISA

@@ -129,9 +129,13 @@ void count_open_weighted(const OpenLevels& levels, const PolicyLossArgs& args, c
 struct ClippedLoss {
   float above, below;
 
-  ClippedLoss(const OpenLevels& levels, bool split, float coefficient)
-      : above(policy_value(coefficient, exp(levels.z + levels.high + (split ? levels.mean[1] : 0.0f)))),
-        below(policy_value(coefficient, exp((split ? levels.z - levels.mean[0] : levels.z) + levels.low))) {}
+  ClippedLoss(const OpenLevels& levels, bool split, float coefficient) {
+    Floats z = {};
+    z[0] = levels.z + levels.high + (split ? levels.mean[1] : 0.0f);
+    z[1] = (split ? levels.z - levels.mean[0] : levels.z) + levels.low;
+    const Floats ratio = exp(z);
+    above = policy_value(coefficient, ratio[0]), below = policy_value(coefficient, ratio[1]);
+  }
 
   // Nothing is clipped at a bound that is infinite.
   double of_above(const OpenCounts& counts) const { return counts.above == 0 ? 0.0 : counts.above_weight * double(above); }

@@ -32,16 +32,20 @@ struct Leaves {
         start(start),
         are_rows(hierarchy.leaves == args.rows),
         alone(hierarchy.depth <= 1 && hierarchy.stage == Stage::whole) {
-    int64_t covered = 0;
+    const bool without_tables = !hierarchy.leaf_row && !hierarchy.ancestors;  // the offsets of rows say all
+    int64_t covered = 0, tokens = 0;
     start[0] = 0;
     for (int64_t p = 0; p < hierarchy.leaves; ++p) {
-      const Range range = leaf_range(hierarchy, args, p);
+      const Range range = without_tables ? row_range(args.cu_seqlens, p, args.tokens) : leaf_range(hierarchy, args, p);
       const bool good = !range.bad && range.begin >= covered;
-      broken += !good && hierarchy.leaf_row;  // else it is a row, which counts as one
-      are_rows &= good && row(p) == p && range.begin == args.cu_seqlens[p] && range.end == args.cu_seqlens[p + 1];
+      const int64_t length = good ? range.end - range.begin : 0;
+      are_rows &= good;
       covered = good ? range.end : covered;
-      start[p + 1] = start[p] + (good ? range.end - range.begin : 0);
-      longest = std::max(longest, length(p));
+      start[p + 1] = tokens += length;
+      longest = std::max(longest, length);
+      if (without_tables) continue;
+      broken += !good && hierarchy.leaf_row;  // else it is a row, which counts as one
+      are_rows &= row(p) == p && range.begin == args.cu_seqlens[p] && range.end == args.cu_seqlens[p + 1];
       if (hierarchy.depth > 0) alone &= ancestor(0, p) == p;
     }
   }
@@ -69,7 +73,7 @@ struct Leaves {
       const int64_t block = task - this->task(before);
       if (block > 0 && block < blocks(before)) visit(before, block, body);
     }
-    for (int64_t p = next; p < count() && this->task(p) == task; ++p) {
+    for (int64_t p = next, end = starting_at((task + 1) * kChunk); p < end; ++p) {
       if (length(p) > 0) visit(p, 0, body);
     }
   }

@@ -73,7 +73,10 @@ HPO_INLINE Mask present_bytes(const uint8_t* bytes) {
 }
 HPO_INLINE Mask present_lanes(Ints kind) { return _mm512_test_epi32_mask(__m512i(kind), __m512i(kind)); }
 HPO_INLINE Mask all_lanes() { return Mask(-1); }
-HPO_INLINE Mask leading_lanes(int count) { return count >= kWidth ? Mask(-1) : Mask((1u << (count > 0 ? count : 0)) - 1); }
+HPO_INLINE Mask leading_lanes(int count) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(count));
+}
 HPO_INLINE Mask both(Mask a, Mask b) { return a & b; }
 HPO_INLINE Mask but_not(Mask a, Mask b) { return a & ~b; }
 HPO_INLINE Floats blend(Mask mask, Floats x, Floats otherwise) {
@@ -296,12 +299,27 @@ HPO_INLINE T sum_halves(const T (&lanes)[kCount]) {
   }
 }
 
+#if defined(__AVX512F__)
+// sum_halves, half by half.
+template <class Vector>
+HPO_INLINE auto sum_lanes(Vector values) {
+  using T = std::remove_reference_t<decltype(values[0])>;
+  typedef T Eight __attribute__((vector_size(32)));
+  typedef T Four __attribute__((vector_size(16)));
+  const __m512d all = __m512d(values);
+  const __m256d eight =
+      __m256d(Eight(_mm512_maskz_extractf64x4_pd(0xF, all, 0)) + Eight(_mm512_maskz_extractf64x4_pd(0xF, all, 1)));
+  const Four four = Four(_mm256_castpd256_pd128(eight)) + Four(_mm256_extractf128_pd(eight, 1));
+  return T((four[0] + four[2]) + (four[1] + four[3]));
+}
+#else
 template <class Vector>
 HPO_INLINE auto sum_lanes(Vector values) {
   std::remove_reference_t<decltype(values[0])> lanes[kWidth];
   for (int lane = 0; lane < kWidth; ++lane) lanes[lane] = values[lane];  // GCC misaligns whole vectors here under ASan
   return sum_halves(lanes);
 }
+#endif
 
 // sum + value where the condition holds.
 HPO_INLINE Ints add_where(Ints condition, Ints value, Ints sum) { return condition ? sum + value : sum; }

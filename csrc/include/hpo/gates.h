@@ -114,12 +114,13 @@ struct Residual {
 HPO_INLINE Residual gate_residual(const HierarchyLevel& level, int channel, int sign, double u, double n) {
   const double low = level.low[channel][sign], high = level.high[channel][sign];
   if (level.gate == LevelKind::clip) {
-    const int32_t side = u < low ? -1 : (u > high ? 1 : 0);
-    return {side == 0 ? u : (side < 0 ? low : high), side == 0 ? 1.0 : 0.0, side};
+    const int32_t side = int32_t(u > high) - int32_t(u < low);
+    return {clamp(u, low, high), 1.0 - double(side * side), side};  // without a branch, which half of the leaves may take
   }
   if (level.gate == LevelKind::rollback) {
-    const double size = u < 0.0 ? -u : u, towards = u < 0.0 ? -1.0 : 1.0;
+    const double size = ::fabs(u);
     if (size <= high) return {u, 1.0, 0};
+    const double towards = u < 0.0 ? -1.0 : 1.0;
     const double most = -level.slope, slope = most > 0.0 ? (n < most ? n : most) : level.slope;
     if (slope == 0.0) return {towards * high, 0.0, int32_t(towards)};
     const double back = slope > DBL_MAX ? -1.0 : (slope + 1.0) * high - slope * size;

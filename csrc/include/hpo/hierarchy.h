@@ -145,9 +145,9 @@ HPO_INLINE GateColumn gate_column(const Hierarchy& hierarchy, int channel, int s
     if (level.routing == Routing::self) column.own += float(gated.slope - finer_slope);
     if (k == 0) column.slope = float(gated.slope);
     const int32_t side = channel == 0 ? gated.side : -gated.side;
-    column.below |= side < 0 ? -1 : 0;
-    column.above |= side > 0 ? -1 : 0;
-    column.bent |= gated.value == here - above && gated.slope == 1.0 ? 0 : -1;
+    column.below |= -int32_t(side < 0);
+    column.above |= -int32_t(side > 0);
+    column.bent |= -int32_t((gated.value != here - above) | (gated.slope != 1.0));
     finer_slope = gated.slope;
     here = above;
     sums = coarser;

@@ -1,0 +1,123 @@
+// The first sweep over the leaves of a task, and all that is left for those that share no segment with others.
+#pragma once
+#include "hierarchy_blocks.h"
+
+namespace hpo::HPO_ISA {
+
+// The results of the steps for one leaf.
+struct SettledLeaf {
+  LeafGate gate = {};
+  OpenLevels levels;
+  MaskPair* inside_and_falling;
+  Flow flow = {};
+  float own_gradient = 0.0f;
+};
+
+// Settles leaves of one block while their tokens are in the cache. A step for one leaf takes long to begin, being divisions and
+// powers that wait for each other, so each step is made for all of them.
+inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const LogRatios* sums, bool fast, Scratch& scratch,
+                   Partial& partial) {
+  const TokenPlan& plan = sweeps.plan;
+  const PolicyLossArgs& args = sweeps.call.args;
+  SettledLeaf leaves[kFewRows];
+  const auto result = [&](int i) { return BlockResult{sums[i], fast, leaves[i].own_gradient}; };
+  const auto aggregate_grad = [&](int i) { return sweeps.own_aggregate_grad(sums[i], leaves[i].flow); };
+
+  for (int i = 0; plan.hierarchy.depth > 0 && i < count; ++i) {
+    if (sums[i].valid == 0) continue;
+    const auto segment = [&](int) { return sums[i]; };
+    gate_leaf(args, sweeps.leaves, blocks[i].leaf, segment, leaves[i].gate, [](int, int, int, double) {});
+  }
+  if (fast && args.ref_logp) {  // one order of additions on every path
+    for (int i = 0; i < count; ++i) {
+      sweeps.finish(blocks[i], leaves[i].gate, scratch, partial, result(i), leaves[i].flow);
+      sweeps.receive(blocks[i], result(i), aggregate_grad(i), scratch);
+    }
+    return;
+  }
+  for (int i = 0; fast && args.entropy && i < count; ++i) add_entropies(args, blocks[i], partial);
+  if (fast && plan.drops) {
+    GatedToken tokens[kFewRows];
+    float coefficients[kFewRows] = {}, z[kFewRows] = {}, values[kFewRows];
+    for (int i = 0; i < count; ++i) {
+      tokens[i] = sweeps.token_alike(blocks[i], leaves[i].gate);
+      coefficients[i] = row_coefficient(args, blocks[i].row), z[i] = tokens[i].z;
+    }
+    for (int i = 0; i < count; i += kWidth)
+      store_lanes(token_value(load_lanes<Floats>(coefficients + i), load_lanes<Floats>(z + i)), values + i);
+    for (int i = 0; i < count; ++i)
+      sweeps.count_alike(blocks[i], tokens[i], values[i], scratch, partial, result(i), leaves[i].flow);
+    for (int i = 0; i < count; ++i) {
+      sweeps.write_alike(blocks[i], leaves[i].own_gradient, aggregate_grad(i).rising, scratch);
+      sweeps.write_token_losses_alike(blocks[i], leaves[i].gate, scratch);
+    }
+    return;
+  }
+  MaskPair* free = scratch.open.inside_and_falling;
+  for (int i = 0; i < count; ++i) {
+    leaves[i].levels = sweeps.open_levels(blocks[i], leaves[i].gate, fast);
+    leaves[i].inside_and_falling = free;
+    free += (blocks[i].tokens + kLanes) / kWidth + 1;
+  }
+  for (int i = 0; i < count; ++i) {
+    SettledLeaf& leaf = leaves[i];
+    if (leaf.levels.open) sweeps.count(blocks[i], leaf.levels, leaf.inside_and_falling, scratch, partial, leaf.flow);
+    else sweeps.finish_closed(blocks[i], leaf.gate, fast, scratch, partial, leaf.flow);
+  }
+  for (int i = 0; i < count; ++i) {
+    const SettledLeaf& leaf = leaves[i];
+    if (leaf.levels.open) sweeps.write(blocks[i], leaf.gate, aggregate_grad(i), leaf.inside_and_falling, scratch, partial);
+    else sweeps.receive(blocks[i], result(i), aggregate_grad(i), scratch);
+  }
+}
+
+// A block under no level.
+inline void take_alone(const Sweeps& sweeps, const Block& block, Scratch& scratch, Partial& partial) {
+  LogRatios sums = {};
+  sweeps.classify_masks(block, scratch);
+  const bool fast = sweeps.measure(block, scratch, partial, sums);
+  settle(sweeps, &block, 1, &sums, fast, scratch, partial);
+}
+
+// Calls body(sweeps, blocks, count, sums, fast) for the blocks of a task behind their first sweep, of which all stand alone or
+// none. Short ones are measured together, as what is done once a tile takes longer than their tokens do.
+template <class Body>
+inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& scratch, Partial& partial, const Body& body) {
+  Block blocks[kFewRows];
+  int count = 0;
+  const Leaves& leaves = sweeps_of.given.leaves;
+  const auto measure_one = [&](const Sweeps& sweeps, const Block& block) {
+    LogRatios sums = {};
+    sweeps.classify_masks(block, scratch);
+    const bool fast = sweeps.measure(block, scratch, partial, sums);
+    body(sweeps, &block, 1, &sums, fast);
+  };
+  const auto flush = [&] {
+    if (count == 0) return;
+    const Sweeps& sweeps = sweeps_of.at(blocks[0].row);
+    LogRatios sums[kFewRows];
+    if (count > 1 && sweeps.measure_together(blocks, count, scratch, partial, sums)) {
+      sweeps.classify_masks(blocks[0], scratch);  // as those of the others
+      body(sweeps, blocks, count, sums, sweeps.plan.stays_fast());
+    } else {
+      for (int i = 0; i < count; ++i) measure_one(sweeps, blocks[i]);
+    }
+    count = 0;
+  };
+  leaves.for_each_block(task, [&](const Block& block) {
+    const Sweeps& sweeps = sweeps_of.at(block.row);
+    const bool ends_long_leaf = leaves.alone && !leaves.stands_alone(block.leaf);
+    if (block.tokens >= 2 * kWorthwhileRow || !sweeps.plan.measures_fast || sweeps.plan.weighs || ends_long_leaf) {
+      flush();
+      return measure_one(sweeps, block);
+    }
+    // The blocks that wait have one plan: rows whose tokens have advantages have another one than the rest.
+    if (count == kFewRows || (count > 0 && (&sweeps != &sweeps_of.at(blocks[0].row) ||
+                                            block.first + block.tokens - blocks[0].first > kTile - kGridOfLines)))
+      flush();
+    blocks[count++] = block;
+  });
+  flush();
+}
+
+}  // namespace hpo::HPO_ISA

@@ -145,20 +145,30 @@ HPO_INLINE void for_each_vector(int begin, int end, const Step& step) {
 
 // A run that would overflow, as losses around |w A| e^60 do, meets in double.
 inline void add_runs(float* terms, int n, double* sums) {
-  for (; n % kLanes != 0; ++n) terms[n] = 0.0f;
   double of_tile[kLanes] = {};
+  double* const to = n > kRun ? of_tile : sums;  // one run needs no sum of runs
   for (int first = 0; first < n; first += kRun) {
     const int end = n - first < kRun ? n : first + kRun;
-    float lanes[kLanes] = {};
-    for (int i = first; i < end; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += terms[i + lane];
+    Floats lanes[kParts] = {};
+    for_each_vector(
+        first, end,
+        [&](int i, int part, Mask own, auto whole)
+            HPO_INSIDE { lanes[part] += load_own<decltype(whole)::value>(own, terms + i); },
+        []() HPO_INSIDE {});
+    Mask out_of_range = {};
+    for (int part = 0; part < kParts; ++part)
+      out_of_range =
+          either(out_of_range, but_not(all_lanes(), at_least(all<Floats>(FLT_MAX), Floats(Ints(lanes[part]) & 0x7FFFFFFF))));
+    if (any(out_of_range)) {
+      double of_run[kLanes] = {};
+      pad(terms, n, 0.0f);
+      add_lanes((end - first + kLanes - 1) / kLanes * kLanes, of_run, [=](int i) { return double(terms[first + i]); });
+      add_to_lanes(of_run, to);
+    } else {
+      for (int part = 0; part < kParts; ++part) add_as_doubles(lanes[part], to + part * kWidth);
     }
-    int32_t in_range = -1;
-    for (int lane = 0; lane < kLanes; ++lane) in_range &= mask_of(finite(lanes[lane]));
-    for (int lane = 0; in_range && lane < kLanes; ++lane) of_tile[lane] += double(lanes[lane]);
-    if (!in_range) add_lanes(end - first, of_tile, [=](int i) { return double(terms[first + i]); });
   }
-  add_to_lanes(of_tile, sums);
+  if (to == of_tile) add_to_lanes(of_tile, sums);
 }
 
 // Sums of runs in floats and of these in double, as in add_runs, of terms that come as vectors and stand in no array. Terms are

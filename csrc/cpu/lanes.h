@@ -300,6 +300,13 @@ HPO_INLINE T sum_halves(const T (&lanes)[kCount]) {
 }
 
 #if defined(__AVX512F__)
+HPO_INLINE double sum_halves(const double (&lanes)[kLanes]) {
+  const __m512d eight = load_lanes<__m512d>(lanes) + load_lanes<__m512d>(lanes + 8);
+  const __m256d four = _mm512_maskz_extractf64x4_pd(0xF, eight, 0) + _mm512_maskz_extractf64x4_pd(0xF, eight, 1);
+  const __m128d two = _mm256_castpd256_pd128(four) + _mm256_extractf128_pd(four, 1);
+  return two[0] + two[1];
+}
+
 // sum_halves, half by half.
 template <class Vector>
 HPO_INLINE auto sum_lanes(Vector values) {

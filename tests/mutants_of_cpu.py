@@ -372,8 +372,13 @@ MUTANTS = {
         "test_gate_paths.test_an_advantage_of_a_token_that_is_not_finite_is_counted_once_under_levels",
         {"gate": gates.gspo(0.02, 0.02), "value": math.inf},
     ),
+    "cpu: short leaves mark their tokens in each other's place": Mutant(
+        "cpu", "cpu/hierarchy_settle.h",
+        "(blocks[i].tokens + kLanes) / kWidth + 1", "0",
+        "test_hierarchy.test_a_short_leaf_has_the_bits_that_it_has_alone", {"name": "fiberpo", "masked": False},
+    ),
     "cpu: short rows with advantages of tokens and of rows are taken for one kind": Mutant(
-        "cpu", "cpu/hierarchy_blocks.h",
+        "cpu", "cpu/hierarchy_settle.h",
         "&sweeps != &sweeps_of.at(blocks[0].row)", "false",
         "test_row_advantages.test_short_rows_of_one_and_of_several_advantages", {},
     ),

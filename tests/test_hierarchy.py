@@ -211,6 +211,41 @@ def test_many_short_leaves(routing, native_backends):
         assert_the_definition(example, gate, backend, example.run(gate, "reference"))
 
 
+def drawn_rows(lengths):
+    """Log-probabilities, old ones, advantages, weights and masks, row by row."""
+    draw, tokens = torch.Generator().manual_seed(3), sum(lengths)
+    old_logp = -torch.rand(tokens, generator=draw)
+    logp = old_logp + 0.08 * torch.randn(tokens, generator=draw) * torch.rand(tokens, generator=draw)
+    of_rows = (torch.randn(len(lengths), generator=draw), torch.rand(len(lengths), generator=draw))
+    kept = torch.rand(tokens, generator=draw) < 0.8
+    return [(*each.split(lengths),) for each in (logp, old_logp)], of_rows, kept.split(lengths)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("name", ["gspo", "fiberpo", "sums", "zeroed at once"])
+def test_a_short_leaf_has_the_bits_that_it_has_alone(name, masked, native_backends):
+    """The CPU settles sixteen at once; some are clipped, bent or empty, and one is the end of a long one."""
+
+    def run(backend, data, rows):
+        of_tokens, of_rows, kept = data
+        mask = torch.cat(kept[rows]) if masked else None
+        batch = hpo.PackedBatch.from_lengths([len(each) for each in kept[rows]], mask=mask)
+        tensors = (*(torch.cat(each[rows]) for each in of_tokens), of_rows[0][rows], batch, GATES[name])
+        logp, *given = testing.move(tensors, testing.device_of(backend))
+        weights = of_rows[1][rows].to(logp.device)
+        out = hpo.policy_loss(logp.requires_grad_(), *given, weights=weights, report=("tokens",), backend=backend)
+        out.loss.backward()
+        return logp.grad.cpu(), out.tokens.cpu()
+
+    for backend in native_backends:
+        lengths = tried(backend, [21, 1, 0, 5, 127, 3, 64, 130, 2, 2, 40] * 3 + [16384 + 30, 7, 7], [21, 1, 0, 40])
+        data = drawn_rows(lengths)
+        together = run(backend, data, slice(None))
+        alone = [run(backend, data, slice(row, row + 1)) for row in range(len(lengths))]
+        for whole, parts in zip(together, zip(*alone, strict=True), strict=True):
+            assert bits(whole) == bits(torch.cat(parts)), backend
+
+
 @pytest.mark.parametrize("slope", [1.0, None], ids=["1", "the number of tokens"])
 def test_borders_of_a_rollback(slope, native_backends):
     """Its begin, |u| = C, belongs to what is below and has slope 1; its end to what is 0, and so is the slope there."""

@@ -111,11 +111,20 @@ struct Residual {
   int32_t side;  // -1: below its lower bound, 1: above the upper one
 };
 
+// 1 between the bounds, else 0; on the host without a branch, which half of the leaves may take.
+HPO_INLINE double slope_within(int32_t side) {
+#if defined(__CUDA_ARCH__)
+  return side == 0 ? 1.0 : 0.0;
+#else
+  return 1.0 - double(side * side);
+#endif
+}
+
 HPO_INLINE Residual gate_residual(const HierarchyLevel& level, int channel, int sign, double u, double n) {
   const double low = level.low[channel][sign], high = level.high[channel][sign];
   if (level.gate == LevelKind::clip) {
     const int32_t side = int32_t(u > high) - int32_t(u < low);
-    return {clamp(u, low, high), 1.0 - double(side * side), side};  // without a branch, which half of the leaves may take
+    return {clamp(u, low, high), slope_within(side), side};
   }
   if (level.gate == LevelKind::rollback) {
     const double size = ::fabs(u);

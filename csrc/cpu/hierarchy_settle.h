@@ -6,11 +6,11 @@ namespace hpo::HPO_ISA {
 
 // The results of the steps for one leaf.
 struct SettledLeaf {
-  LeafGate gate = {};
+  LeafGate gate;
   OpenLevels levels;
   MaskPair* inside_and_falling;
-  Flow flow = {};
-  float own_gradient = 0.0f;
+  Flow flow;
+  float own_gradient;
 };
 
 // Settles leaves of one block while their tokens are in the cache. A step for one leaf takes long to begin, being divisions and
@@ -23,8 +23,9 @@ inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const L
   const auto result = [&](int i) { return BlockResult{sums[i], fast, leaves[i].own_gradient}; };
   const auto aggregate_grad = [&](int i) { return sweeps.own_aggregate_grad(sums[i], leaves[i].flow); };
 
-  for (int i = 0; plan.hierarchy.depth > 0 && i < count; ++i) {
-    if (sums[i].valid == 0) continue;
+  for (int i = 0; i < count; ++i) {
+    leaves[i].gate = {}, leaves[i].flow = {}, leaves[i].own_gradient = 0.0f;
+    if (plan.hierarchy.depth == 0 || sums[i].valid == 0) continue;
     const auto segment = [&](int) { return sums[i]; };
     gate_leaf(args, sweeps.leaves, blocks[i].leaf, segment, leaves[i].gate, [](int, int, int, double) {});
   }

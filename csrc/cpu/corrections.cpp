@@ -246,7 +246,7 @@ PolicyLossArgs RowFactors::added_to(PolicyLossArgs args, bool first_sweep, int t
   each.leaves = args.rows;
   if (args.rows > 0) each.leaf_begin = args.cu_seqlens, each.leaf_end = args.cu_seqlens + 1;
   const Workspace space(workspace, args.tokens, args.rows);
-  const Leaves leaves(each, args, space.start);
+  const Leaves leaves(each, args, space.start, threads);
   const Rows rows(args.cu_seqlens, args.rows, args.tokens);
   const auto wants = [&](int64_t row) { return !is_in_chunk(rows, row); };
   std::fill_n(factors, args.rows, kNoFactor);
@@ -278,7 +278,7 @@ int64_t correction_workspace(int64_t tokens, int64_t leaves) { return Workspace(
 
 void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Correction& correction, int threads) {
   const Workspace space(args.workspace, args.tokens, hierarchy.leaves);
-  const Leaves leaves(hierarchy, args, space.start);
+  const Leaves leaves(hierarchy, args, space.start, threads);
   threads = worthwhile(threads, args.tokens + hierarchy.leaves);
   const CorrectionLoops loops = pick_loops(correction.rule.statistic);
 

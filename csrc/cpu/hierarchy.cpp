@@ -159,7 +159,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   const Rows rows(args.cu_seqlens, args.rows, args.tokens);
   const PolicyLossArgs args_of_alike = space.row_advantages.put_into(args);
   const Call call = {args, structure, numbers, rows}, call_of_alike = {args_of_alike, structure, numbers, rows};
-  const Leaves leaves(hierarchy, args, space.start);
+  const Leaves leaves(hierarchy, args, space.start, threads);
   const TokenPlan plan(call, hierarchy), plan_of_alike(call_of_alike, hierarchy);
   const Calls calls(call), calls_of_alike(call_of_alike);
   const Sweeps given_sweeps = {calls, leaves, space, plan}, sweeps_of_alike = {calls_of_alike, leaves, space, plan_of_alike};

@@ -26,26 +26,23 @@ struct Leaves {
   bool are_rows;  // leaf by leaf
   bool alone;  // at most one level, every leaf is a segment of it, and the sums of segments stay inside the call
 
-  Leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start)
+  Leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start, int threads)
       : hierarchy(hierarchy),
         args(args),
         start(start),
         are_rows(hierarchy.leaves == args.rows),
         alone(hierarchy.depth <= 1 && hierarchy.stage == Stage::whole) {
-    const bool without_tables = !hierarchy.leaf_row && !hierarchy.ancestors;  // the offsets of rows say all
-    int64_t covered = 0, tokens = 0;
     start[0] = 0;
+    if (!hierarchy.leaf_row && hierarchy.leaf_begin == args.cu_seqlens && take_rows_in_order(threads)) return;
+    int64_t covered = 0;
     for (int64_t p = 0; p < hierarchy.leaves; ++p) {
-      const Range range = without_tables ? row_range(args.cu_seqlens, p, args.tokens) : leaf_range(hierarchy, args, p);
+      const Range range = leaf_range(hierarchy, args, p);
       const bool good = !range.bad && range.begin >= covered;
-      const int64_t length = good ? range.end - range.begin : 0;
-      are_rows &= good;
-      covered = good ? range.end : covered;
-      start[p + 1] = tokens += length;
-      longest = std::max(longest, length);
-      if (without_tables) continue;
       broken += !good && hierarchy.leaf_row;  // else it is a row, which counts as one
-      are_rows &= row(p) == p && range.begin == args.cu_seqlens[p] && range.end == args.cu_seqlens[p + 1];
+      are_rows &= good && row(p) == p && range.begin == args.cu_seqlens[p] && range.end == args.cu_seqlens[p + 1];
+      covered = good ? range.end : covered;
+      start[p + 1] = start[p] + (good ? range.end - range.begin : 0);
+      longest = std::max(longest, length(p));
       if (hierarchy.depth > 0) alone &= ancestor(0, p) == p;
     }
   }
@@ -97,6 +94,32 @@ struct Leaves {
   }
 
  private:
+  // The rows as leaves, if all their offsets are in order and all ancestors exist: then none waits for the one before.
+  bool take_rows_in_order(int threads) {
+    constexpr int kShares = 16;
+    struct Share {
+      int64_t longest = 0;
+      bool good = true, alone = true;
+    } shares[kShares];
+    threads = worthwhile(threads, count());
+    const int64_t used = threads == 1 ? 1 : kShares;
+    parallel_for(used, threads, [&](int64_t share) {
+      Share found;
+      for (int64_t p = count() * share / used, end = count() * (share + 1) / used; p < end; ++p) {
+        found.good &= !leaf_range(hierarchy, args, p).bad;
+        start[p + 1] = args.cu_seqlens[p + 1] - args.cu_seqlens[0];
+        found.longest = std::max(found.longest, args.cu_seqlens[p + 1] - args.cu_seqlens[p]);
+        if (hierarchy.depth > 0) found.alone &= ancestor(0, p) == p;
+      }
+      shares[share] = found;
+    });
+    for (const Share& share : shares) {
+      if (!share.good) return false;
+    }
+    for (const Share& share : shares) longest = std::max(longest, share.longest), alone &= share.alone;
+    return true;
+  }
+
   // Whether leaves of at most so many tokens share no segment with others, and are one block.
   bool stand_alone(int64_t tokens) const { return alone && (hierarchy.depth == 0 || tokens <= kChunk); }
 

@@ -372,6 +372,11 @@ MUTANTS = {
         "test_gate_paths.test_an_advantage_of_a_token_that_is_not_finite_is_counted_once_under_levels",
         {"gate": gates.gspo(0.02, 0.02), "value": math.inf},
     ),
+    "cpu: a long leaf is overlooked among shares of rows": Mutant(
+        "cpu", "cpu/hierarchy_leaves.h",
+        "longest = std::max(longest, share.longest)", "longest = shares[0].longest",
+        "test_hierarchy.test_a_long_leaf_behind_thousands_of_short_ones", {"name": "gspo"},
+    ),
     "cpu: short leaves mark their tokens in each other's place": Mutant(
         "cpu", "cpu/hierarchy_settle.h",
         "(blocks[i].tokens + kLanes) / kWidth + 1", "0",

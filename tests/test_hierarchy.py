@@ -246,6 +246,22 @@ def test_a_short_leaf_has_the_bits_that_it_has_alone(name, masked, native_backen
             assert bits(whole) == bits(torch.cat(parts)), backend
 
 
+@pytest.mark.parametrize("name", ["gspo", "fiberpo"])
+def test_a_long_leaf_behind_thousands_of_short_ones(name, native_backends):
+    """The CPU looks at so many rows in shares; a leaf of more than 16,384 tokens is in the last one alone."""
+    for backend in native_backends:
+        rows, length = (17000, 20000) if backend == "cpu" else (40, 600)
+        (logp, old_logp), (advantages, weights), _ = drawn_rows([2] * rows + [length])
+        batch = hpo.PackedBatch.from_lengths([2] * rows + [length])
+        tensors = (torch.cat(logp), torch.cat(old_logp), advantages, batch, GATES[name])
+        given = testing.move(tensors, testing.device_of(backend))
+        out = hpo.policy_loss_and_grad(*given, weights=weights.to(given[0].device), backend=backend)
+        exact = (*(each.double() for each in tensors[:3]), *tensors[3:])
+        wanted = hpo.policy_loss_and_grad(*exact, weights=weights.double(), backend="reference")
+        torch.testing.assert_close(out.grad.cpu().double(), wanted.grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(out.loss.cpu().double(), wanted.loss, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("slope", [1.0, None], ids=["1", "the number of tokens"])
 def test_borders_of_a_rollback(slope, native_backends):
     """Its begin, |u| = C, belongs to what is below and has slope 1; its end to what is 0, and so is the slope there."""

@@ -377,10 +377,10 @@ MUTANTS = {
         "longest = std::max(longest, share.longest)", "longest = shares[0].longest",
         "test_hierarchy.test_a_long_leaf_behind_thousands_of_short_ones", {"name": "gspo"},
     ),
-    "cpu: short leaves mark their tokens in each other's place": Mutant(
+    "cpu: the gates of short leaves are those of the first": Mutant(
         "cpu", "cpu/hierarchy_settle.h",
-        "(blocks[i].tokens + kLanes) / kWidth + 1", "0",
-        "test_hierarchy.test_a_short_leaf_has_the_bits_that_it_has_alone", {"name": "fiberpo", "masked": False},
+        "sweeps.token_alike(blocks[i], leaves[i].gate)", "sweeps.token_alike(blocks[i], leaves[0].gate)",
+        "test_hierarchy.test_a_short_leaf_has_the_bits_that_it_has_alone", {"name": "gspo", "masked": False},
     ),
     "cpu: short rows with advantages of tokens and of rows are taken for one kind": Mutant(
         "cpu", "cpu/hierarchy_settle.h",

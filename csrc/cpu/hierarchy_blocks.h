@@ -182,9 +182,8 @@ struct Sweeps {
     const OpenLevels levels = open_levels(block, leaf, fast);
     if (levels.open) {
       classify_masks(block, scratch);
-      OpenTokens& open = scratch.open;
-      count(block, levels, open.inside_and_falling, scratch, partial, flow);
-      write(block, leaf, AggregateGrad{}, open.inside_and_falling, scratch, partial);
+      count(block, levels, scratch, partial, flow);
+      write(block, leaf, AggregateGrad{}, scratch, partial);
     } else {
       finish_closed(block, leaf, fast, scratch, partial, flow);
     }
@@ -234,17 +233,17 @@ struct Sweeps {
   }
 
   // Finds in a fast-path block under open levels what is clipped, which tokens are not, and what flows into aggregates.
-  void count(const Block& block, const OpenLevels& levels, MaskPair* inside_and_falling, const Scratch& scratch,
-             Partial& partial, Flow& flow) const {
+  void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
     const bool split = plan.hierarchy.split, of_tokens = call.args.advantage_per_token;
     // The loss of a clipped token comes first: it is ready by the time that it is needed.
     const ClippedLoss clipped(levels, split, of_tokens ? 1.0f : row_coefficient(call.args, block.row));
+    MaskPair* marks = scratch.open.inside_and_falling;
     OpenCounts counts;
-    if (plan.weighs) plan.open_loops.count_weighted(levels, call.args, block, scratch.weights, inside_and_falling, counts);
+    if (plan.weighs) plan.open_loops.count_weighted(levels, call.args, block, scratch.weights, marks, counts);
     else
       for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
         if (masked == Masked::all) return;
-        plan.open_loops.count[masked == Masked::some](levels, call.args, at, begin, end, inside_and_falling, counts);
+        plan.open_loops.count[masked == Masked::some](levels, call.args, at, begin, end, marks, counts);
       });
     counts.add_to(partial.slots, kind_of(!of_tokens && call.args.advantages[block.row] < 0.0f));
     const double above = clipped.of_above(counts), below = clipped.of_below(counts);
@@ -301,13 +300,13 @@ struct Sweeps {
   }
 
   // Loss and gradient of a block that is counted.
-  void write(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, const MaskPair* inside_and_falling,
-             Scratch& scratch, Partial& partial) const {
+  void write(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, Scratch& scratch,
+             Partial& partial) const {
     const PolicyLossArgs& args = call.args;
     const float coefficient = row_coefficient(args, block.row);
     const auto write = [&](Masked masked, int64_t at, int begin, int end, const float* weights) {
       plan.open_loops.write[masked == Masked::some][!aggregate_grad.nothing()](
-          args, at, begin, end, coefficient, weights, inside_and_falling, aggregate_grad, partial.sums[kLossSum]);
+          args, at, begin, end, coefficient, weights, scratch.open.inside_and_falling, aggregate_grad, partial.sums[kLossSum]);
     };
     if (plan.weighs) {
       write(args.mask ? Masked::some : Masked::none, block.first, 0, int(block.tokens), scratch.weights.of_token);

@@ -7,14 +7,12 @@ namespace hpo::HPO_ISA {
 // The results of the steps for one leaf.
 struct SettledLeaf {
   LeafGate gate;
-  OpenLevels levels;
-  MaskPair* inside_and_falling;
   Flow flow;
   float own_gradient;
 };
 
-// Settles leaves of one block while their tokens are in the cache. A step for one leaf takes long to begin, being divisions and
-// powers that wait for each other, so each step is made for all of them.
+// Settles leaves of one block while their tokens are in the cache. The divisions of a gate and the power of tokens that share one
+// term wait for each other within a leaf, so each of these steps is made for all leaves.
 inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const LogRatios* sums, bool fast, Scratch& scratch,
                    Partial& partial) {
   const TokenPlan& plan = sweeps.plan;
@@ -54,21 +52,16 @@ inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const L
     }
     return;
   }
-  MaskPair* free = scratch.open.inside_and_falling;
-  for (int i = 0; i < count; ++i) {
-    leaves[i].levels = sweeps.open_levels(blocks[i], leaves[i].gate, fast);
-    leaves[i].inside_and_falling = free;
-    free += (blocks[i].tokens + kLanes) / kWidth + 1;
-  }
   for (int i = 0; i < count; ++i) {
     SettledLeaf& leaf = leaves[i];
-    if (leaf.levels.open) sweeps.count(blocks[i], leaf.levels, leaf.inside_and_falling, scratch, partial, leaf.flow);
-    else sweeps.finish_closed(blocks[i], leaf.gate, fast, scratch, partial, leaf.flow);
-  }
-  for (int i = 0; i < count; ++i) {
-    const SettledLeaf& leaf = leaves[i];
-    if (leaf.levels.open) sweeps.write(blocks[i], leaf.gate, aggregate_grad(i), leaf.inside_and_falling, scratch, partial);
-    else sweeps.receive(blocks[i], result(i), aggregate_grad(i), scratch);
+    const OpenLevels levels = sweeps.open_levels(blocks[i], leaf.gate, fast);
+    if (levels.open) {
+      sweeps.count(blocks[i], levels, scratch, partial, leaf.flow);
+      sweeps.write(blocks[i], leaf.gate, aggregate_grad(i), scratch, partial);
+    } else {
+      sweeps.finish_closed(blocks[i], leaf.gate, fast, scratch, partial, leaf.flow);
+      sweeps.receive(blocks[i], result(i), aggregate_grad(i), scratch);
+    }
   }
 }
 

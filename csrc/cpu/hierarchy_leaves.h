@@ -101,8 +101,7 @@ struct Leaves {
       int64_t longest = 0;
       bool good = true, alone = true;
     } shares[kShares];
-    threads = worthwhile(threads, count());
-    const int64_t used = threads == 1 ? 1 : kShares;
+    const int64_t used = worthwhile(kShares, count());
     parallel_for(used, threads, [&](int64_t share) {
       Share found;
       for (int64_t p = count() * share / used, end = count() * (share + 1) / used; p < end; ++p) {

@@ -11,8 +11,8 @@ struct SettledLeaf {
   float own_gradient;
 };
 
-// Settles leaves of one block while their tokens are in the cache. The divisions of a gate and the power of tokens that share one
-// term wait for each other within a leaf, so each of these steps is made for all leaves.
+// Settles leaves of one block while their tokens are in the cache. The divisions of a gate and the power of tokens that share
+// one term wait for each other within a leaf, so each of these steps is made for all leaves.
 inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const LogRatios* sums, bool fast, Scratch& scratch,
                    Partial& partial) {
   const TokenPlan& plan = sweeps.plan;

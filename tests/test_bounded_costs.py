@@ -103,7 +103,7 @@ def test_a_schedule_of_epsilons_keeps_a_bounded_number_of_specs():
     batch = hpo.PackedBatch.from_lengths([2])
     for number in range(2 * native._SPECS):
         hpo.policy_loss_and_grad(torch.zeros(2), None, torch.ones(1), batch, hpo.gates.ppo_clip(0.1 + 1e-4 * number))
-    kept = resolve("gates", torch.empty(0), "cpu")._spec.cache_info()
+    kept = resolve("gates", torch.empty(0), "cpu")._gate.cache_info()
     assert kept.maxsize == kept.currsize == native._SPECS
 
 

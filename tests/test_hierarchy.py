@@ -255,7 +255,7 @@ def test_a_long_leaf_behind_thousands_of_short_ones(name, native_backends):
         batch = hpo.PackedBatch.from_lengths([2] * rows + [length])
         tensors = (torch.cat(logp), torch.cat(old_logp), advantages, batch, GATES[name])
         given = testing.move(tensors, testing.device_of(backend))
-        with garbage_in_new_memory():  # a table that nobody writes
+        with garbage_in_new_memory():  # so that a table that no step writes holds no sums
             out = hpo.policy_loss_and_grad(*given, weights=weights.to(given[0].device), backend=backend)
         exact = (*(each.double() for each in tensors[:3]), *tensors[3:])
         wanted = hpo.policy_loss_and_grad(*exact, weights=weights.double(), backend="reference")

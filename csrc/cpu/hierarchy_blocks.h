@@ -76,8 +76,9 @@ struct Sweeps {
     });
   }
 
-  // The first sweep, of a block whose masks are classified. Returns whether later ones may take the fast path in every tile.
+  // The first sweep. Returns whether later ones may take the fast path in every tile.
   bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
+    classify_masks(block, scratch);
     if (corrects_rows(call.args)) correct_row(call.args, call.rows, block.row);
     gather_weights(block, scratch);
     const bool may = plan.may_be_fast;

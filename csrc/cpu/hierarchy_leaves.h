@@ -33,7 +33,8 @@ struct Leaves {
         are_rows(hierarchy.leaves == args.rows),
         alone(hierarchy.depth <= 1 && hierarchy.stage == Stage::whole) {
     start[0] = 0;
-    if (!hierarchy.leaf_row && hierarchy.leaf_begin == args.cu_seqlens && take_rows_in_order(threads)) return;
+    const bool rows_are_leaves = count() > 0 && !hierarchy.leaf_row && hierarchy.leaf_begin == args.cu_seqlens;
+    if (rows_are_leaves && take_rows_in_order(threads)) return;
     int64_t covered = 0;
     for (int64_t p = 0; p < hierarchy.leaves; ++p) {
       const Range range = leaf_range(hierarchy, args, p);
@@ -102,12 +103,14 @@ struct Leaves {
       bool good = true, alone = true;
     } shares[kShares];
     const int64_t used = worthwhile(kShares, count());
+    const int64_t first = leaf_range(hierarchy, args, 0).begin;  // of ranges, because a difference of wild offsets may overflow
     parallel_for(used, threads, [&](int64_t share) {
       Share found;
       for (int64_t p = count() * share / used, end = count() * (share + 1) / used; p < end; ++p) {
-        found.good &= !leaf_range(hierarchy, args, p).bad;
-        start[p + 1] = args.cu_seqlens[p + 1] - args.cu_seqlens[0];
-        found.longest = std::max(found.longest, args.cu_seqlens[p + 1] - args.cu_seqlens[p]);
+        const Range range = leaf_range(hierarchy, args, p);
+        found.good &= !range.bad;
+        start[p + 1] = range.end - first;
+        found.longest = std::max(found.longest, range.end - range.begin);
         if (hierarchy.depth > 0) found.alone &= ancestor(0, p) == p;
       }
       shares[share] = found;

@@ -68,7 +68,6 @@ inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const L
 // A block under no level.
 inline void take_alone(const Sweeps& sweeps, const Block& block, Scratch& scratch, Partial& partial) {
   LogRatios sums = {};
-  sweeps.classify_masks(block, scratch);
   const bool fast = sweeps.measure(block, scratch, partial, sums);
   settle(sweeps, &block, 1, &sums, fast, scratch, partial);
 }
@@ -82,7 +81,6 @@ inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& sc
   const Leaves& leaves = sweeps_of.given.leaves;
   const auto measure_one = [&](const Sweeps& sweeps, const Block& block) {
     LogRatios sums = {};
-    sweeps.classify_masks(block, scratch);
     const bool fast = sweeps.measure(block, scratch, partial, sums);
     body(sweeps, &block, 1, &sums, fast);
   };
@@ -91,7 +89,7 @@ inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& sc
     const Sweeps& sweeps = sweeps_of.at(blocks[0].row);
     LogRatios sums[kFewRows];
     if (count > 1 && sweeps.measure_together(blocks, count, scratch, partial, sums)) {
-      sweeps.classify_masks(blocks[0], scratch);  // as those of the others
+      sweeps.classify_masks(blocks[0], scratch);  // the masks of all short blocks are classified alike
       body(sweeps, blocks, count, sums, sweeps.plan.stays_fast());
     } else {
       for (int i = 0; i < count; ++i) measure_one(sweeps, blocks[i]);

@@ -21,6 +21,7 @@ def at_level(
 ) -> tuple[bool, torch.Tensor]:
     """See :meth:`PackedBatch.of_level`."""
     values = examined(name, values, "[S]")
+    # These comparisons spare the usual call a function each.
     if values.device != batch.device:
         check_device(name, values, batch.device, "the batch")
     if values.dtype is not torch.float32:

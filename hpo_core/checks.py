@@ -315,6 +315,26 @@ def checked_constant(
     return as_constant(name, examined(name, tensor, meaning), shape, meaning, dtype, device, whose)
 
 
+def is_constant(tensor: torch.Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether :func:`checked_constant` would return the tensor as it is, in eager code: the one question that the
+    arguments of a usual call are asked. On a few thousand tokens the checks take longer than the kernel."""
+    if type(tensor) is not Tensor:
+        return False
+    try:
+        return (
+            tensor.shape == shape
+            and tensor.dtype is dtype
+            and tensor.is_contiguous()
+            and not tensor.requires_grad
+            and tensor.data_ptr() != 0
+            and tensor.device == device
+            and not tensor.is_neg()
+            and forward_ad._current_level < 0
+        )
+    except RuntimeError:  # a nested tensor has no shape, a sparse one no address
+        return False
+
+
 def as_constant(
     name: str,
     tensor: torch.Tensor,

@@ -150,7 +150,7 @@ class Native:
         flat, levels = gate = self._gate(spec)
         if levels is None:
             workspace = self._workspace(self.module.policy_loss_workspace(tokens, rows), logp)
-            self._call(self.module.policy_loss, logp, flat, tokens, rows, inputs, *outputs, workspace)
+            self._call(self.module.policy_loss, logp, flat, tokens, rows, inputs, outputs, workspace)
         else:
             self._hierarchy(inputs, spec, gate, tokens, rows, outputs, exchange)
         return outputs
@@ -165,27 +165,28 @@ class Native:
         outputs: tuple[torch.Tensor | None, ...],
         exchange: Exchange | None,
     ) -> None:
-        logp, leaves = inputs.logp, inputs.leaves
+        logp, leaves, run = inputs.logp, inputs.leaves, self.module.hierarchy
         size = self.module.hierarchy_workspace(tokens, rows, leaves)
-        call = (self.module.hierarchy, logp, *gate, tokens, rows, leaves, inputs, *outputs)
         if exchange is None:
-            self._call(*call, self._workspace(size, logp), Stage.WHOLE, None, None, None)
+            workspace = self._workspace(size, logp)
+            self._call(run, logp, *gate, tokens, rows, leaves, inputs, outputs, workspace, Stage.WHOLE, ())
             return
+        call = (run, logp, *gate, tokens, rows, leaves, inputs, outputs)
         # The scratch of small calls would not do: an exchange may make some. Tables begin as zeros because a process
         # without tokens has a gradient of no elements, whose null address tells kernels to leave them.
         workspace = logp.new_empty(size, dtype=torch.uint8)
-        sums, largest, aggregate_grad = (
-            logp.new_zeros(len(spec.levels), leaves, n, dtype=torch.int64) for n in (3, 2, 2)
+        tables = sums, largest, aggregate_grad = tuple(
+            [logp.new_zeros(len(spec.levels), leaves, n, dtype=torch.int64) for n in (3, 2, 2)]
         )
-        self._call(*call, workspace, Stage.SUMS, sums, largest, aggregate_grad)
+        self._call(*call, workspace, Stage.SUMS, tables)
         exchange.sums(sums)
-        self._call(*call, workspace, Stage.SWEEP, sums, largest, aggregate_grad)
+        self._call(*call, workspace, Stage.SWEEP, tables)
         if outputs[2] is None or not spec.has_aggregate_grad:  # no gradient, or none through an aggregate
             return
         exchange.largest(largest)
-        self._call(*call, workspace, Stage.REDUCE_GRAD, sums, largest, aggregate_grad)
+        self._call(*call, workspace, Stage.REDUCE_GRAD, tables)
         exchange.aggregate_grad(aggregate_grad)
-        self._call(*call, workspace, Stage.BROADCAST_GRAD, sums, largest, aggregate_grad)
+        self._call(*call, workspace, Stage.BROADCAST_GRAD, tables)
 
     def correction(
         self, inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentReduce | None = None

@@ -20,6 +20,8 @@ from .checks import (
     check_shape_of_tokens,
     checked_constant,
     examined,
+    is_compiling,
+    is_constant,
     require_type,
 )
 from .corrections import corrected
@@ -113,6 +115,7 @@ def prepare(
     """Check every argument once and bring it into the form of kernels: contiguous, float32, one device. No caller of a
     public function passes ``_score``, the window's scores, and ``_logp_known``: else only the shape of logp counts."""
     # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
+    is_eager = not is_compiling()
     logp = examined("logp", logp, "[T]")
     batch = as_batch(batch)
     gate = _DEFAULT_GATE if gate is None else gate
@@ -151,9 +154,12 @@ def prepare(
     if dtype is not torch.float32:
         check_precision(dtype, backend)
     check_shape_of_tokens("logp", logp, batch)
-    check_device("logp", logp, batch.device, "the batch")
+    if device != batch.device:
+        check_device("logp", logp, batch.device, "the batch")
 
     def token(name: str, tensor: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
+        if is_eager and is_constant(tensor, shape, kind, device):
+            return tensor
         return checked_constant(name, tensor, shape, "[T] (that of logp)", kind, device)
 
     score, limit, strict = _score, None, False
@@ -161,10 +167,15 @@ def prepare(
         score, limit, strict = _compared(window, threshold, selection, score, entropy, batch, backend, token)
         if limit is not None:
             limit = checked_constant("threshold", limit, (1,), "[1] (what window.fit returned)", dtype, device)
-    per_token, level_advantages = batch.of_level("advantages", advantages, advantage_level, shape)
-    target_per_token = per_token
-    if selection is not None:
-        level_advantages, per_token = shaped_advantages(selection, level_advantages, per_token, batch, token)
+    target_per_token = per_token = False
+    of_rows = (batch.rows,)
+    is_usual = is_eager and advantage_level is None and selection is None
+    if not (is_usual and is_constant(advantages, of_rows, dtype, device)):
+        per_token, advantages = batch.of_level("advantages", advantages, advantage_level, shape)
+        target_per_token = per_token
+        if selection is not None:
+            advantages, per_token = shaped_advantages(selection, advantages, per_token, batch, token)
+        advantages = as_constant("advantages", advantages, None, "", dtype, device)
     spec = gate.spec(kl, strict)
     beyond = process_group is not None or aggregates is not None or wants_levels
     if beyond:
@@ -181,15 +192,14 @@ def prepare(
         )
     leaves: Hierarchy | LeafTables = ROWS_AS_LEAVES
     if spec.levels:
-        units = tuple([level.unit for level in spec.levels])
-        leaves = batch.hierarchy(units) if beyond else batch.leaf_tables(units)
+        leaves = batch.hierarchy(gate.level_units) if beyond else batch.leaf_tables(gate.level_units)
     exchange: SegmentExchange | None = None
     if beyond:
         exchange = exchange_of(batch, spec, gate.name, gate.units, process_group, aggregates)
     if weights is None:
         weights = aggregation.default(batch, gate.of_steps).to(dtype)
-    else:
-        weights = checked_constant("weights", weights, (batch.rows,), "[S] (one per row)", dtype, device)
+    elif not (is_eager and is_constant(weights, of_rows, dtype, device)):
+        weights = checked_constant("weights", weights, of_rows, "[S] (one per row)", dtype, device)
     token_mask, token_weight = _mask_and_weight(token_mask, token_weight, gate_mask, gate_weight, selection, token)
     low: torch.Tensor | None = None
     high: torch.Tensor | None = None
@@ -198,7 +208,7 @@ def prepare(
     inputs = PolicyLossInputs(  # by position: fifteen keywords would take a microsecond
         logp,
         None if old_logp is None else token("old_logp", old_logp),
-        as_constant("advantages", level_advantages, None, "", dtype, device),
+        advantages,
         weights,
         batch.cu_seqlens,
         batch.mask,

@@ -144,10 +144,10 @@ MUTANTS = {
         "test_losses.test_the_single_call_knows_the_level_of_its_estimator", lengths=[2, 2, 0], cu_steps=[0, 1, 2, 4],
     ),
     "as many advantages as tokens are those of tokens": mutant(
-        "batch/levels.py",
-        'if level is None or level == "row":',
-        "if level is None and values.shape == tuple(tokens):\n        return True, values\n"
-        '    if level in (None, "row"):',
+        "prepared.py",
+        "if not (is_usual and is_constant(advantages, of_rows, dtype, device)):",
+        "if advantage_level is None and advantages.shape == shape:\n        per_token = True\n"
+        "    elif not (is_usual and is_constant(advantages, of_rows, dtype, device)):",
         "test_losses.test_levels_of_equal_sizes",
     ),
     "forgotten groups are one group": mutant(

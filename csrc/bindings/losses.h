@@ -61,6 +61,12 @@ struct Outputs {
   Address loss, metrics, grad, token_loss, workspace;
 };
 
+inline Outputs make_outputs(const py::tuple& tensors, Address workspace) {
+  if (tensors.size() != 4) throw std::invalid_argument("outputs: expected loss, metrics, grad and token_loss");
+  auto output = [&](int at) { return address_of(PyTuple_GET_ITEM(tensors.ptr(), at)); };
+  return {output(0), output(1), output(2), output(3), workspace};
+}
+
 template <class T>
 void read(T*& to, py::handle tensor, const char* name) {
   to = pointer<T>(address_of(tensor, name));
@@ -174,20 +180,23 @@ inline void bind_losses(py::module_& m) {
   py::class_<PolicyLossSpec>(m, "PolicyLossSpec", py::module_local()).def(py::init(&make_spec));
 
   m.def("policy_loss_workspace", &hpo_policy_loss_workspace);
-  m.def("policy_loss", [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, const py::tuple& inputs, Address loss,
-                          Address metrics, Address grad, Address token_loss, Address workspace, int64_t context) {
-    const Inputs call(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace}, spec.correction);
+  m.def("policy_loss", [](const PolicyLossSpec& spec, int64_t tokens, int64_t rows, const py::tuple& inputs,
+                          const py::tuple& outputs, Address workspace, int64_t context) {
+    const Inputs call(tokens, rows, inputs, make_outputs(outputs, workspace), spec.correction);
     run([&] { return hpo_policy_loss(&call.args, &spec.structure, &spec.numbers, context); });
   });
 
   py::class_<Hierarchy>(m, "Hierarchy", py::module_local()).def(py::init(&make_hierarchy));
   m.def("hierarchy_workspace", &hpo_hierarchy_workspace);
   m.def("hierarchy", [](const PolicyLossSpec& spec, const Hierarchy& levels, int64_t tokens, int64_t rows, int64_t leaves,
-                        const py::tuple& inputs, Address loss, Address metrics, Address grad, Address token_loss,
-                        Address workspace, int stage, Address sums, Address largest, Address aggregate_grad, int64_t context) {
-    Inputs call(tokens, rows, inputs, {loss, metrics, grad, token_loss, workspace}, spec.correction, levels, leaves);
+                        const py::tuple& inputs, const py::tuple& outputs, Address workspace, int stage,
+                        const py::tuple& tables, int64_t context) {
+    Inputs call(tokens, rows, inputs, make_outputs(outputs, workspace), spec.correction, levels, leaves);
     call.hierarchy.stage = Stage(stage);
-    call.hierarchy.tables = {pointer<int64_t>(sums), pointer<int64_t>(largest), pointer<int64_t>(aggregate_grad)};
+    if (tables.size() == 3) {
+      auto table = [&](int at) { return pointer<int64_t>(address_of(PyTuple_GET_ITEM(tables.ptr(), at))); };
+      call.hierarchy.tables = {table(0), table(1), table(2)};
+    }
     run([&] { return hpo_hierarchy(&call.args, &spec.structure, &spec.numbers, &call.hierarchy, context); });
   });
 

@@ -28,6 +28,8 @@ from .immutable import STRUCTURE, Immutable
 from .levels import at_level
 from .structure import check_structure, check_zeros_and_ones, checked_tensors
 
+_OF_ROWS = ((), (Unit.TRAJECTORY,))  # levels whose segments are the rows, where rows are trajectories
+
 
 class PackedBatch(Immutable):
     """Rows of tokens packed end to end, and the hierarchy step < row < trajectory < group < domain.
@@ -221,7 +223,7 @@ class PackedBatch(Immutable):
         """The same for kernels: no table, and so no launch on a new batch, where the offsets say all."""
         if Unit.STEP in units:
             return LeafTables(*self.hierarchy(units))
-        if self.trajectory_ids is None and units.count(Unit.TRAJECTORY) == len(units):
+        if self.trajectory_ids is None and units in _OF_ROWS:
             return ROWS_AS_LEAVES
         return LeafTables(ancestors=self.hierarchy(units).ancestors)
 

@@ -147,6 +147,7 @@ class RatioGate(Short):
     _spec: PolicyLossSpec = field(init=False, repr=False, compare=False)
     _facts: tuple[bool, bool, bool] = field(init=False, repr=False, compare=False)
     required: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    level_units: tuple[Unit, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -157,6 +158,7 @@ class RatioGate(Short):
         object.__setattr__(self, "_facts", self._make_facts())
         needed = {"target": "gates.GateInputs(target=...)"} if self.takes_target else {}
         object.__setattr__(self, "required", needed | dict(self.needs))
+        object.__setattr__(self, "level_units", tuple(level.unit for level in self.levels))
 
     def _check_kinds(self) -> None:
         kinds = (Identity, Drop, Clip, LogClip)
@@ -293,12 +295,12 @@ class RatioGate(Short):
     def units(self) -> frozenset[Unit]:
         """The units of its levels and corrections."""
         corrected = (each.unit for each in self.corrections if each.unit is not None)
-        return frozenset((*(level.unit for level in self.levels), *corrected))
+        return frozenset((*self.level_units, *corrected))
 
     @property
     def of_steps(self) -> bool:
         """Whether steps are a level: tokens outside every step are then masked."""
-        return len(self.levels) > 0 and self.levels[0].unit is Unit.STEP
+        return Unit.STEP in self.level_units
 
     @property
     def first_order(self) -> FirstOrder:

@@ -22,6 +22,7 @@ from ..checks import (
     check_dtype,
     check_shape,
     examined,
+    is_compiling,
     keeps_doubles,
     no_forward_mode,
     refuse_tangent,
@@ -35,6 +36,10 @@ Result = TypeVar("Result")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # autograd.grad(is_grads_batched=True), which is no transform of torch.func, makes such tensors.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
+# By their names, because every call asks them.
+_is_tracing = torch._C._is_tracing  # by torch.jit.trace, which records operators alone
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_transforms = torch._C._are_functorch_transforms_active
 _BATCHED = (
     "{}: vmap of its backward is not supported (torch.func.jacrev is one); leave is_grads_batched=False and take one "
     "gradient after another"
@@ -48,13 +53,7 @@ TRANSFORM_IN_COMPILED = (
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tracer, a transform, a dispatch mode or the tensor's own class must see the call."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._is_tracing()  # by torch.jit.trace, which records operators alone
-        or type(tensor) not in _PLAIN
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-    )
+    return is_compiling() or _is_tracing() or type(tensor) not in _PLAIN or _dispatch_modes() > 0 or _has_transforms()
 
 
 def raising(error: Callable[..., Exception], *arguments: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 
 from ..specs import LogitRows
-from .launch import kernel, launch
+from .launch import REGISTERS, kernel, launch
 from .logits_rows import (
     NUM_WARPS,
     Row,
@@ -140,10 +140,13 @@ def token_logprobs_backward(
     logits, layout = rows.at_two_strides()
     grad = uninitialised(logits.shape, logits.dtype, logits.device) if into is None else into
     strides = rows.strides_of(grad, logits, layout)
+    is_aligned = rows_aligned(logits, *layout[1:]) and rows_aligned(grad, *strides)
+    # Kept to 96 registers, as the assembler chooses, these spill; others do not, and have room for more programs.
+    bound = {"maxnreg": REGISTERS} if logits.dtype is torch.float16 and not is_aligned else {}
     launch(
         _backward, rows.targets.numel(), logits, rows.targets, rows.temperatures, rows.floors, statistics,
         logp_gradient, entropy_gradient, grad, *numbers_of(rows, layout), *strides,
-        ALIGNED=rows_aligned(logits, *layout[1:]) and rows_aligned(grad, *strides), num_warps=NUM_WARPS,
+        ALIGNED=is_aligned, num_warps=NUM_WARPS, **bound,
     )  # fmt: skip
     return grad
 

@@ -114,7 +114,7 @@ def prepare(
 ) -> Prepared:
     """Check every argument once and bring it into the form of kernels: contiguous, float32, one device. No caller of a
     public function passes ``_score``, the window's scores, and ``_logp_known``: else only the shape of logp counts."""
-    # Below some ten thousand tokens this takes as long as the kernel: what is rarely given costs one comparison.
+    # Below some ten thousand tokens this takes as long as the kernel: a rare argument costs one comparison.
     is_eager = not is_compiling()
     logp = examined("logp", logp, "[T]")
     batch = as_batch(batch)

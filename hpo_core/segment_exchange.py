@@ -1,8 +1,8 @@
 """Levels that reach beyond a call: segments that lie on several ranks, and aggregates from elsewhere.
 
 Levels whose segments are named by ids (``step_ids``, ``trajectory_ids``, ``group_ids``, ``domain_ids``) span the ranks
-of a process group: what has equal ids forms one segment, wherever it lies. Steps and rows without ids lie on one rank.
-What a rank knows of a segment is a few integers, so adding those of all ranks has no order, and every rank sees the
+of a process group: rows with equal ids form one segment, wherever they lie. Steps and rows without ids lie on one rank.
+A rank knows a few integers of each segment, so adding those of all ranks has no order, and every rank sees the
 same bits: one all-reduce for the sums of log-ratios, and two more for the gradient where a level hands any through its
 aggregate.
 """

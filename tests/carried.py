@@ -1,7 +1,7 @@
 """Lets tests whose tensors lie on the CPU run the kernels of a GPU: arguments are carried there, and results back.
 
-What a test says of an op then holds for the GPU, too, although the test knows nothing of it. Tensors that a test puts
-on the GPU itself stay there.
+The statements of a test about an op then hold for the GPU, too, although the test knows nothing of it. Tensors that a
+test puts on the GPU itself stay there.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _counted(kernels: dict[str, int]) -> str:
 TOP = """
 # Kernels for GPUs
 
-These are figures of code that nvcc RELEASE and Triton assemble; what is modelled says so.
+These are figures of code that nvcc RELEASE and Triton assemble; modelled figures say so.
 [What was measured on a GPU](gpu_measured.md) stands on a page of its own. `python tests/gpu_page.py` writes this one.
 Every test run compiles the kernels for sm_90 again and fails on a spill, on more than 4 registers more, on fewer
 128-bit accesses, on more barriers, fences, read-only loads or float64, on 3 % more issue slots, and on other launches;

@@ -114,7 +114,7 @@ def rows_of(name, temperature, dtype, count):
 
 
 def error(result, true):
-    """The error of each row; that of a gradient is its largest element's. What is not finite is off by infinity."""
+    """The error of each row; that of a gradient is its largest element's. Infinity where it is not finite."""
     off = (result.double() - true).abs().nan_to_num(torch.inf, torch.inf)
     return off if off.dim() == 1 else off.amax(-1)
 

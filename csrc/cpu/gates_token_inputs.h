@@ -1,5 +1,6 @@
 // A fast-path tile whose tokens have inputs of their own (weights, advantages, bounds, selections, a reference policy, an
-// entropy) or heads of any kind, in one pass. What a call lacks costs a branch for every vector that always goes the same way.
+// entropy) or heads of any kind, in one pass. An input that a call lacks costs a branch for every vector that always goes the
+// same way.
 #pragma once
 #include "gates_fast_path.h"
 

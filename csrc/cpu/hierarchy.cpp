@@ -115,7 +115,7 @@ AggregateGrad aggregate_grad_of(const Leaves& leaves, const Workspace& space, in
   return {rising, hierarchy.split ? of_channel(1) : rising};
 }
 
-// Rows under no level, tile by tile: what the fast path does not take goes row by row.
+// Rows under no level, tile by tile: tiles that the fast path does not take go row by row.
 void run_rows(const Sweeps& sweeps, int threads) {
   const Call& call = sweeps.call;
   const TokenPlan& plan = sweeps.plan;

@@ -1,5 +1,5 @@
-// Packed rows seen from a tile of tokens: vectorised loops run over tiles and know no rows; what a row says is written into
-// the tile first, segment by segment.
+// Packed rows seen from a tile of tokens: vectorised loops run over tiles and know no rows; the numbers of a row are written
+// into the tile first, segment by segment.
 #pragma once
 #include <algorithm>
 
@@ -8,7 +8,7 @@
 
 namespace hpo::HPO_ISA {
 
-constexpr int kTile = 1024;         // tokens: what a fast-path tile keeps of them stays in the first-level cache
+constexpr int kTile = 1024;         // tokens: the numbers that a fast-path tile keeps stay in the first-level cache
 constexpr int kLongTile = 2 * kTile;  // of tokens that are kept in no array; their log-ratios are half as large at most
 constexpr int kChunk = 16 * kTile;  // tokens of one task; to begin and end one takes as long as some hundred of them
 

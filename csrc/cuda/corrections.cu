@@ -1,6 +1,6 @@
 // correction in one launch, in parts with a grid barrier between them: one that prepares, one that writes the factor of every
-// token, and between them, where the statistic is a segment's, one that reduces it. What tiles give to segments are integers,
-// so it has no order. The definition is hpo_core/reference/corrections.py.
+// token, and between them, where the statistic is a segment's, one that reduces it. Tiles give integers to segments, so that
+// their sum has no order. The definition is hpo_core/reference/corrections.py.
 #include "hpo/corrections.h"
 
 #include "gates_tokens.cuh"

@@ -44,7 +44,7 @@ __device__ constexpr int kPlaceOf[kMetrics] = {kCounts,           // kTokens
 
 // The sums of a lane over one tile.
 struct TileTotals {
-  HPO_SHARED_POINTER(int) events;  // [kMetrics], of the block: what is rare takes no registers
+  HPO_SHARED_POINTER(int) events;  // [kMetrics], of the block: rare events take no registers
   float sums[8];
   unsigned counts[2];
 

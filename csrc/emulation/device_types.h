@@ -100,7 +100,7 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
 
-// Loads and stores with a cache hint. What a kernel reads through the read-only path it must not write.
+// Loads and stores with a cache hint. A kernel must not write memory that it reads through the read-only path.
 template <class T>
 T __ldg(const T* address, hpo::emulation::Site site = hpo::emulation::Site()) {
   hpo::emulation::check_load(address, sizeof(T), site);

@@ -403,7 +403,7 @@ def whiten(
 
     With ``lengths`` ``[S]``, the tokens of each unit, statistics count a unit once for each of its tokens:
     ``(A - mean) / sqrt(var + eps)``. That is what trainers do to token advantages (verl's ``masked_whiten``, but for
-    its 1e-8 beside counts): what is constant on a unit needs no ``[T]``.
+    its 1e-8 beside counts): a value that is constant on a unit needs no ``[T]``.
 
     >>> whiten(torch.tensor([1.0, 2.0, 3.0]))
     tensor([-1.,  0.,  1.])

@@ -70,8 +70,8 @@ class Clip(Short):
     ``low`` and ``high`` are pairs of *ratio* bounds, for advantage >= 0 and < 0; 0 and inf mean "no bound". A one-sided
     pair ``low=(0, 1 - e), high=(1 + e, inf)`` is PPO's pessimistic minimum.
 
-    On tokens, what lies beyond a bound may have a slope (``slope_low``, ``slope_high``: the derivative there, 0 by
-    default; 1 keeps the gradient at the bound's value) and a factor on its objective (``weight_low``, ``weight_high``).
+    Tokens beyond a bound may have a slope (``slope_low``, ``slope_high``: the derivative there, 0 by default; 1 keeps
+    the gradient at the bound's value) and a factor on their objective (``weight_low``, ``weight_high``).
     """
 
     low: Pair = (0.0, 0.0)
@@ -219,7 +219,7 @@ class Level(Short):
     * ``LOG_MEAN_EXP``: ``a = log(sum e^x / n)``, the logarithm of the mean ratio; ``da/dx_j = e^{x_j - a} / n``. In it
       x saturates at +-7.5, with its derivative kept. All levels of a gate have it or none, ``BALANCED`` ones apart.
     * ``BALANCED``: the mean of the aggregates of the next finer level's segments, as far as they have tokens: each
-      counts once, however long it is. What a rollback takes for the number of tokens is then how many they are.
+      counts once, however long it is. A rollback then counts children where it counts tokens elsewhere.
     """
 
     gate: Identity | Clip | LogClip | Rollback | Tanh | Gamma | Excess
@@ -249,7 +249,7 @@ class Correction(Short):
         unit: whose segments; None: the token itself. The factor of a token in none of them, as between steps, is 1.
         channel: between which policies. The discrepancy needs ``rollout_logp``; in the total ``old_logp`` stands for it
             where it is missing.
-        strict: what lies on a bound is outside.
+        strict: a statistic on a bound is outside.
     """
 
     action: Action

@@ -20,7 +20,7 @@ def apc(delta: float = 0.1) -> RatioGate:
 
     ``B_t = max(n delta - sum_{u != t} |r_u - 1|, 0)``, n the trajectory's tokens, is differentiated too. So while the
     mean of ``|r - 1|`` is at most ``delta`` the objective is ``r A``; beyond, each deviation shrinks by the excess of
-    their sum over ``n delta``, and vanishes where it is smaller. What is left of token t then has no gradient through
+    their sum over ``n delta``, and vanishes where it is smaller. The rest of token t then has no gradient through
     t's own ratio, only through those of the others: each may move towards 1 in favour of the rest.
 
     Args:

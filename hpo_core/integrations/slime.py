@@ -34,7 +34,7 @@ def loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The function that slime calls: a sum over samples of their means, or over tokens with
     ``--calculate-per-token-loss``. slime divides it by the samples or tokens of the step, over ranks and micro-batches.
-    ``--custom-tis-function-path`` is called on ones: what it returns is the factor on each token.
+    ``--custom-tis-function-path`` is called on ones: its result is the factor on each token.
 
     Raises:
         ValueError: a gate that needs what slime does not tell its loss; a reducer of the user's; context parallelism,

@@ -101,7 +101,7 @@ def register(
             ``functools.partial`` of one, or one of your own. The workers of the actor call it once per rollout, on the
             entropies of the policy that sampled it, with those of ``entropy`` and ``logp`` (``[T]``), ``advantages``,
             ``advantage_level``, ``batch`` (with the prompts as groups), ``process_group`` (the data-parallel ranks),
-            ``seed`` (rollouts so far) and ``backend`` that it takes. What it selects travels with the rows into mini-
+            ``seed`` (rollouts so far) and ``backend`` that it takes. The selection travels with the rows into mini-
             and micro-batches.
         entropy_penalty: a loss term with a gradient through the entropies, such as ``epo`` or ``entropy_band`` with its
             numbers fixed by ``functools.partial``, added to the loss of each micro-batch; called with those of

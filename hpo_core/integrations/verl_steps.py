@@ -1,7 +1,7 @@
 """Estimators in verl: the observations and rewards of turns, as an agent loop tells them, and the rows of one run.
 
-verl's driver hands an estimator rewards, a mask and prompt ids. What an agent loop puts into ``extra_fields`` of its
-output lies one call above, in ``compute_advantage``: beside the rows in ``RayPPOTrainer``, and in the TransferQueue,
+verl's driver hands an estimator rewards, a mask and prompt ids. The ``extra_fields`` that an agent loop puts into its
+output lie one call above, in ``compute_advantage``: beside the rows in ``RayPPOTrainer``, and in the TransferQueue,
 from which it is fetched, in the trainers of ``trainer.use_v1=True``. :func:`install_steps` lets estimators see it.
 """
 

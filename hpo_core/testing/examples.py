@@ -366,7 +366,7 @@ def device_of(backend: str) -> str:
 
 
 def move(example: Example, device: str | torch.device) -> Example:
-    """A copy of the example on a device, with its strides and alignment; what is written to it stays there."""
+    """A copy of the example on a device, with its strides and alignment; writes to it stay there."""
     moved: Any = example
     if isinstance(example, torch.Tensor):
         x = examined("example", example).detach()

@@ -80,7 +80,7 @@ def _signed_binary_kl(first, second, u):
 
 @triton.jit
 def statistic_of(first, second, STATISTIC: tl.constexpr):
-    """NaN where a token has none. What saturates is the log-ratio."""
+    """NaN where a token has none. The log-ratio saturates, not the statistic."""
     difference = first - second
     u = clamp(difference, -SATURATION, SATURATION)
     if STATISTIC == LOG_RATIO:

@@ -4,8 +4,8 @@
     SUM              the token weight, or 1, for every token; what the segments of leaves add up
     CORRECT          the factors of the tokens of all leaves
 
-These are steps of one launch, where programs can wait for each other (launch.py). What other processes add to segments
-comes before CORRECT, which is a launch of its own there.
+These are steps of one launch, where programs can wait for each other (launch.py). The sums of other processes
+come before CORRECT, which is a launch of its own there.
 
 The definition is hpo_core/reference/corrections.py; the arithmetic of one token is that of
 csrc/include/hpo/correction_rules.h. Segments add up in integers: their bits do not depend on what lies beside them.

@@ -1,8 +1,8 @@
 """The gradient that flows through aggregates: from slots to segments, and from the segments above a leaf to its tokens,
 in steps of one kernel, with the sums of all programs of the sweep.
 
-What flows is added in double within a slot, in the order of its tokens, and above it in integers: fixed point below the
-largest exponent that arrives at a segment. So its bits depend on the segment only. Where nothing saturates every term
+Flows are added in double within a slot, in the order of its tokens, and above it in integers: fixed point below the
+largest exponent that arrives at a segment. So their bits depend on the segment only. Where nothing saturates every term
 is 0 and no gradient is touched: the on-policy promise.
 """
 

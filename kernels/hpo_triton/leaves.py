@@ -1,7 +1,7 @@
 """Leaves: the ranges of tokens that tile the finest level of a hierarchy, and the sums of the segments above them.
 
 Leaves are data, as offsets are. A good one lies in its row, begins at or behind the end of every good one before it,
-and has an existing ancestor at every level; what is not good is made empty and counted. From there on leaves are to
+and has an existing ancestor at every level; other leaves are made empty and counted. From there on leaves are to
 slots what rows are: a short leaf has one, a long one many.
 
 Segments add up in integers, by atomics whose order does not matter.

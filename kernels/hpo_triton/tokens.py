@@ -123,7 +123,7 @@ def advantage_of(inputs, loaded, row, exists, READING: tl.constexpr):
 @triton.jit
 def read_tokens(inputs, loaded, token_weight, row, rows, inside, READING: tl.constexpr):
     """``token_weight``: see weight_of_tokens; ``row`` and ``inside`` broadcast to the tokens. Selects and never
-    multiplies by a mask: what a masked position holds does not matter, not even NaN."""
+    multiplies by a mask: the numbers at masked positions do not matter, not even NaN."""
     given = inside if inputs.mask is None else inside & loaded.mask
     logp = tl.where(given, loaded.logp, 0.0)
     raw = logp - tl.where(given, loaded.old_logp, 0.0)

@@ -48,7 +48,7 @@ HPO_INLINE F signed_binary_kl(F first, F second, F u, const RatioOf& ratio_of) {
   return d > zero ? kl : (d < zero ? -kl : zero);
 }
 
-// The statistic of one token; NaN where it has none. What saturates is the log-ratio. ratio_of(u): e^u of |u| <= 87.
+// The statistic of one token; NaN where it has none. The log-ratio saturates, not the statistic. ratio_of(u): e^u of |u| <= 87.
 template <class F, class RatioOf>
 HPO_INLINE F statistic_of(Statistic statistic, F first, F second, const RatioOf& ratio_of) {
   const F u = clamp(first - second, all<F>(-kSaturation), all<F>(kSaturation));

@@ -159,6 +159,17 @@ def test_inputs_of_any_stride(example):
     same(example.grad(token_weight=expanded), example.grad(token_weight=expanded.contiguous()))
 
 
+@pytest.mark.parametrize("name", ["logp", "old_logp", "advantages", "weights", "token_weight"])
+def test_a_negated_view_has_its_values_and_not_those_in_memory(name):
+    batch = hpo.PackedBatch.from_lengths([3, 2])
+    given = dict(zip(("logp", "old_logp", "token_weight"), -torch.rand(3, 5), strict=True), batch=batch)
+    given |= {"advantages": torch.tensor([1.0, -1.0]), "weights": hpo.aggregation.token_mean(batch)}
+    expected = hpo.policy_loss_and_grad(**given)
+    given[name] = torch._neg_view(-given[name])
+    assert given[name].is_neg() and given[name].is_contiguous()
+    same(hpo.policy_loss_and_grad(**given), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float16])
 def test_constants_are_brought_to_float32(example, dtype):
     advantages = torch.tensor([1, -1, 2, 3]).to(dtype)

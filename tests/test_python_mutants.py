@@ -150,6 +150,11 @@ MUTANTS = {
         "    elif not (is_usual and is_constant(advantages, of_rows, dtype, device)):",
         "test_losses.test_levels_of_equal_sizes",
     ),
+    "a negated view is read as its memory": mutant(
+        "checks.py",
+        "and not tensor.is_neg()\n            and forward_ad", "and forward_ad",
+        "test_losses.test_a_negated_view_has_its_values_and_not_those_in_memory", name="weights",
+    ),
     "forgotten groups are one group": mutant(
         "losses.py",
         '"group_ids" not in given or batch.group_ids is not None,', "True,",

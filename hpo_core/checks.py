@@ -316,8 +316,9 @@ def checked_constant(
 
 
 def is_constant(tensor: torch.Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether :func:`checked_constant` would return the tensor as it is, in eager code: the one question that the
-    arguments of a usual call are asked. On a few thousand tokens the checks take longer than the kernel."""
+    """Whether :func:`checked_constant` would return the tensor as it is: the one question that the arguments of a usual
+    call are asked, because on a few thousand tokens the checks take longer than the kernel. For eager code alone: no
+    tracer follows the question for an address."""
     if type(tensor) is not Tensor:
         return False
     try:

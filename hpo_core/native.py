@@ -175,9 +175,8 @@ class Native:
         # The scratch of small calls would not do: an exchange may make some. Tables begin as zeros because a process
         # without tokens has a gradient of no elements, whose null address tells kernels to leave them.
         workspace = logp.new_empty(size, dtype=torch.uint8)
-        tables = sums, largest, aggregate_grad = tuple(
-            [logp.new_zeros(len(spec.levels), leaves, n, dtype=torch.int64) for n in (3, 2, 2)]
-        )
+        tables = tuple(logp.new_zeros(len(spec.levels), leaves, n, dtype=torch.int64) for n in (3, 2, 2))
+        sums, largest, aggregate_grad = tables
         self._call(*call, workspace, Stage.SUMS, tables)
         exchange.sums(sums)
         self._call(*call, workspace, Stage.SWEEP, tables)

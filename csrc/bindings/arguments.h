@@ -46,6 +46,8 @@ inline Address address_of(py::handle tensor, const char* name = "a tensor") {
   return address;
 }
 
+inline Address address_at(const py::tuple& tensors, int at) { return address_of(PyTuple_GET_ITEM(tensors.ptr(), at)); }
+
 }  // namespace hpo::bindings
 
 template <>

@@ -63,8 +63,15 @@ struct Outputs {
 
 inline Outputs make_outputs(const py::tuple& tensors, Address workspace) {
   if (tensors.size() != 4) throw std::invalid_argument("outputs: expected loss, metrics, grad and token_loss");
-  auto output = [&](int at) { return address_of(PyTuple_GET_ITEM(tensors.ptr(), at)); };
-  return {output(0), output(1), output(2), output(3), workspace};
+  return {address_at(tensors, 0), address_at(tensors, 1), address_at(tensors, 2), address_at(tensors, 3), workspace};
+}
+
+// No tensors: the sums of segments stay inside the call.
+inline SegmentTables make_tables(const py::tuple& tensors) {
+  if (tensors.size() == 0) return {};
+  if (tensors.size() != 3) throw std::invalid_argument("tables: expected sums, largest and aggregate_grad, or nothing");
+  const auto table = [&](int at) { return pointer<int64_t>(address_at(tensors, at)); };
+  return {table(0), table(1), table(2)};
 }
 
 template <class T>
@@ -193,10 +200,7 @@ inline void bind_losses(py::module_& m) {
                         const py::tuple& tables, int64_t context) {
     Inputs call(tokens, rows, inputs, make_outputs(outputs, workspace), spec.correction, levels, leaves);
     call.hierarchy.stage = Stage(stage);
-    if (tables.size() == 3) {
-      auto table = [&](int at) { return pointer<int64_t>(address_of(PyTuple_GET_ITEM(tables.ptr(), at))); };
-      call.hierarchy.tables = {table(0), table(1), table(2)};
-    }
+    call.hierarchy.tables = make_tables(tables);
     run([&] { return hpo_hierarchy(&call.args, &spec.structure, &spec.numbers, &call.hierarchy, context); });
   });
 

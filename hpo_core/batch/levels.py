@@ -21,11 +21,8 @@ def at_level(
 ) -> tuple[bool, torch.Tensor]:
     """See :meth:`PackedBatch.of_level`."""
     values = examined(name, values, "[S]")
-    # These comparisons spare the usual call a function each.
-    if values.device != batch.device:
-        check_device(name, values, batch.device, "the batch")
-    if values.dtype is not torch.float32:
-        check_real(name, values)
+    check_device(name, values, batch.device, "the batch")
+    check_real(name, values)
     if level is None or level == "row":
         if values.shape != (batch.rows,):
             among = "" if batch.num_steps is None else f" 'step' ([{batch.num_steps}]),"

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # autograd.grad(is_grads_batched=True), which is no transform of torch.func, makes such tensors.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
-# By their names, because every call asks them.
+# Looked up once, because every call asks them.
 _is_tracing = torch._C._is_tracing  # by torch.jit.trace, which records operators alone
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _has_transforms = torch._C._are_functorch_transforms_active

@@ -67,9 +67,17 @@ struct Sweeps {
     if (plan.weighs) scratch.weights.gather(call, block);
   }
 
+  // A short block takes longer to classify than to read.
+  bool classifies(const Block& block) const { return call.args.mask && block.tokens >= 2 * kWorthwhileRow; }
+
+  Masked masked_tokens_of(const Block& block, int64_t first, int n) const {
+    if (classifies(block)) return masked_tokens(call.args.mask, first, n);
+    return call.args.mask ? Masked::some : Masked::none;
+  }
+
   void classify_masks(const Block& block, Scratch& scratch) const {
-    scratch.masked[0] = Masked::some;  // a short block takes longer to classify than to read
-    if (!call.args.mask || block.tokens < 2 * kWorthwhileRow) return;
+    scratch.masked[0] = Masked::some;
+    if (!classifies(block)) return;
     int tile = 0;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int end) {
       scratch.masked[tile++] = masked_tokens(call.args.mask, at + begin, end - begin);
@@ -198,7 +206,7 @@ struct Sweeps {
     if (fast && call.args.token_loss) write_token_losses(block, gate, scratch);
     for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
       if (fast) {
-        const Masked masked = masked_tokens(call.args.mask, at, n);
+        const Masked masked = masked_tokens_of(block, at, n);
         if (masked == Masked::all) return clear_gradient(call.args, at, n);
         const float* weights = plan.weighs ? scratch.weights.of_token + (at - block.first) : nullptr;
         return gate.finish_fast(calls.of(masked), at, n, weights, scratch.tile, partial);
@@ -333,7 +341,7 @@ struct Sweeps {
     Tile& tile = scratch.tile;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int n) {
       if (result.fast) {
-        const Masked masked = masked_tokens(call.args.mask, at + begin, n - begin);
+        const Masked masked = masked_tokens_of(block, at + begin, n - begin);
         if (masked == Masked::all) return;
         return add_to_fast(plan.term, calls.of(masked).args, at, block.row, begin, n, aggregate_grad);
       }

@@ -79,7 +79,7 @@ struct Leaves {
   // Calls body(task) for the tasks of a leaf's blocks behind its first.
   template <class Body>
   void for_each_later_task(int64_t p, const Body& body) const {
-    for (int64_t block = 1; block < blocks(p); ++block) body(task(p) + block);
+    for (int64_t block = 1; block * kChunk < length(p); ++block) body(task(p) + block);
   }
 
   // Calls body(first, end) for the tokens outside every leaf.

@@ -185,16 +185,16 @@ struct LeafTerms {
   float *loss, *grad;
   LeafCounts counts = {};
 
-  template <class RatioOf>
-  HPO_INLINE void step(Head head, int i, Ints kind, Floats entering, Floats x, Floats low, Floats high, Floats coefficient,
-                       Floats kept, Floats logp, Floats target, const RatioOf& ratio_of) {
+  template <bool kWhole, class RatioOf>
+  HPO_INLINE void step(Head head, int i, Mask own, Ints kind, Floats entering, Floats x, Floats low, Floats high,
+                       Floats coefficient, Floats kept, Floats logp, Floats target, const RatioOf& ratio_of) {
     const Ints present = kind != kAbsent, negative = kind == kNegative;
     const GatedTokens gated(plan, leaf, negative, entering, low, high);
     const TermOfTokens tokens(head, plan, gated, negative, x, coefficient, kept, logp, target, ratio_of);
     const GatedTokenNumber<Floats>& token = tokens.token;
     const Floats slope = keep_if(present, tokens.term.slope);
     store_lanes(keep_if(present, tokens.term.loss), loss + i);
-    store_lanes(keep_if(present, tokens.gradient(slope, entering, x)), grad + i);
+    store_own<kWhole>(own, keep_if(present, tokens.gradient(slope, entering, x)), grad + i);
     store_lanes(slope, terms.slope + i);
     const Floats rising = slope * token.rising_step, falling = slope * token.falling_step;
     store_lanes(rising, terms.past_token[0] + i);
@@ -210,8 +210,8 @@ inline GateCounts term_loop(const TermPlan& plan, const LeafGate& leaf, const Ti
   LeafTerms each = {plan, leaf, terms, loss, grad};
   for (int i = 0; i < n; i += kWidth) {
     const auto load = [=](const float* from) HPO_INSIDE { return load_lanes<Floats>(from + i); };
-    each.step(plan.head, i, load_lanes<Ints>(tile.chosen + i), load(entering), load(tile.x), load(terms.low), load(terms.high),
-              load(coefficient), load(terms.kept), load(terms.logp), load(terms.target), Exponential{});
+    each.step<true>(plan.head, i, all_lanes(), load_lanes<Ints>(tile.chosen + i), load(entering), load(tile.x), load(terms.low),
+                    load(terms.high), load(coefficient), load(terms.kept), load(terms.logp), load(terms.target), Exponential{});
   }
   return each.counts.finish(terms);
 }
@@ -270,8 +270,8 @@ GateCounts fast_term_loop(const TermPlan& plan, const LeafGate& leaf, const Toke
     const Floats logp = load_own<kWhole>(own, source.logp + i);
     const Floats x = difference(chosen, logp, load_own<kWhole>(own, source.old_logp + i));
     const auto step = [&](Head head, Floats entering, const auto& ratio_of) HPO_INSIDE {
-      each.step(head, i, keep_if(chosen, tokens.kind), entering, x, tokens.low, tokens.high, coefficient, kept, logp, Floats{},
-                ratio_of);
+      each.template step<kWhole>(head, i, own, keep_if(chosen, tokens.kind), entering, x, tokens.low, tokens.high, coefficient,
+                                 kept, logp, Floats{}, ratio_of);
     };
     if constexpr (kDeviates) {
       const Floats ratio = exp_of_number(x);

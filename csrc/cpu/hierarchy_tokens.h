@@ -24,17 +24,19 @@ struct TokenGates {
         grad(grad),
         ratio{-token_value(1.0f, leaf.z[0]), -token_value(1.0f, leaf.z[1])} {}
 
-  HPO_INLINE void step(int i, Ints kind, Ints negative, Floats x, Floats coefficient, Floats low, Floats high, Floats logp) {
+  template <bool kWhole>
+  HPO_INLINE void step(int i, Mask own, Ints kind, Ints negative, Floats x, Floats coefficient, Floats low, Floats high,
+                       Floats logp) {
     const Ints present = kind != kAbsent;
     const GatedTokenNumber<Floats> token = gate_token<Floats>(leaf, kSplit, kDrop, keep, negative, x, low, high);
     const Floats value = keep_if(
         present, kDrop ? policy_value(coefficient, by_sign<Floats>(negative, ratio)) : token_value(coefficient, token.z));
     if (kScoreHead) {
       store_lanes(keep_if(present, scored(value * logp)), loss + i);
-      store_lanes(value, grad + i);
+      store_own<kWhole>(own, value, grad + i);
     } else {
       store_lanes(value, loss + i);
-      store_lanes(keep_if(present & (token.slope != 0.0f), value * token.slope), grad + i);  // never -0
+      store_own<kWhole>(own, keep_if(present & (token.slope != 0.0f), value * token.slope), grad + i);  // never -0
       const Floats rising = value * token.rising_step, falling = value * token.falling_step;
       store_lanes(rising, terms.past_token[0] + i);
       if (kSplit) store_lanes(falling, terms.past_token[1] + i);
@@ -56,8 +58,9 @@ GateCounts token_loop(const LeafGate& leaf, float keep, const TokenBounds& bound
     const Ints kind = load_lanes<Ints>(tile.chosen + i), negative = kind == kNegative;
     const Floats low = kDriven ? load_lanes<Floats>(terms.low + i) : by_sign<Floats>(negative, bounds.low);
     const Floats high = kDriven ? load_lanes<Floats>(terms.high + i) : by_sign<Floats>(negative, bounds.high);
-    gates.step(i, kind, negative, load_lanes<Floats>(tile.x + i), load_lanes<Floats>(coefficient + i), low, high,
-               kScoreHead ? load_lanes<Floats>(logp + i) : Floats{});
+    gates.template step<true>(i, all_lanes(), kind, negative, load_lanes<Floats>(tile.x + i),
+                              load_lanes<Floats>(coefficient + i), low, high,
+                              kScoreHead ? load_lanes<Floats>(logp + i) : Floats{});
   }
   return gates.counts.finish(terms);
 }
@@ -81,7 +84,7 @@ GateCounts fast_loop(const TermPlan& plan, const LeafGate& leaf, const TokenBoun
     }
     const Floats logp = load_own<kWhole>(own, source.logp + i);
     const Floats x = difference(chosen, logp, load_own<kWhole>(own, source.old_logp + i));
-    gates.step(i, keep_if(chosen, tokens.kind), tokens.negative, x, a, tokens.low, tokens.high, logp);
+    gates.template step<kWhole>(i, own, keep_if(chosen, tokens.kind), tokens.negative, x, a, tokens.low, tokens.high, logp);
   });
   return gates.counts.finish(terms);
 }
@@ -238,12 +241,9 @@ struct BlockGate {
 
   // The same of a fast-path tile, from begin to end.
   void finish_fast(const Call& call, int64_t first, int n, const float* weights, Tile& tile, Partial& partial) const {
-    // This loop goes on to the end of a vector, where the next row's gradient lies, perhaps written by another thread.
-    const bool whole = n % kLanes == 0;
-    float* grad = call.args.grad && whole ? call.args.grad + first : tile.grad;
+    float* grad = call.args.grad ? call.args.grad + first : tile.grad;
     plan.fast_loop(plan.term, leaf, plan.bounds, call.args, first, row, weights, terms, tile.loss, grad, n)
         .add_to(partial.slots);
-    if (call.args.grad && !whole) std::memcpy(call.args.grad + first, tile.grad, size_t(n) * sizeof(float));
     add_runs(tile.loss, n, partial.sums[kLossSum]);
     add_flows(call.args, first, plan.term.is_plain() ? tile.loss : terms.slope, n);
   }

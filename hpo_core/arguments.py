@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat, TypeVar
 import torch
 import torch.distributed
 
-from .checks import check, examined, is_traced, keeps_doubles, require_type
+from .checks import check, check_precise, examined, is_traced, keeps_doubles, require_type
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
@@ -48,13 +48,16 @@ def examines(function: Function) -> Function:
 
 def constants(function: Function) -> Function:
     """The function on constants of the differentiation, in the precision of kernels: each floating-point tensor among
-    the arguments, or in a list of them, in float32. The reference keeps float64."""
+    the arguments, or in a list of them, in float32. The reference keeps float64. Log-probabilities and entropies in 16
+    bits, which are too coarse for differences, are an error."""
+    names = parameter_names(function)
 
     @functools.wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
         backend = keywords.get("backend")
-        given = [_constant_parts(value, backend) for value in arguments]
-        return function(*given, **{name: _constant_parts(value, backend) for name, value in keywords.items()})
+        given = [_constant_parts(name, value, backend) for name, value in zip(names, arguments, strict=False)]
+        given += arguments[len(given) :]  # too many: Python says so
+        return function(*given, **{name: _constant_parts(name, value, backend) for name, value in keywords.items()})
 
     return run  # type: ignore[return-value]
 
@@ -66,11 +69,13 @@ def constant(values: Tensor, backend: str | None) -> Tensor:
     return (values if keeps_doubles(backend) and values.dtype == torch.float64 else values.float()).contiguous()
 
 
-def _constant_parts(value: Any, backend: str | None) -> Any:
+def _constant_parts(name: str, value: Any, backend: str | None) -> Any:
     if isinstance(value, Tensor):
+        if name.endswith(("logp", "entropy")):
+            check_precise(name, value)
         return constant(value, backend) if value.is_floating_point() else value
     if type(value) in (list, tuple):
-        return type(value)(_constant_parts(each, backend) for each in value)
+        return type(value)(_constant_parts(name, each, backend) for each in value)
     return value
 
 
@@ -186,6 +191,7 @@ def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any
 
 def as_float(name: str, number: SupportsFloat) -> float:
     """The number as a float: kernels know no number of NumPy and no fraction."""
+    check(number == number, "{}: expected a number, got nan", name)
     try:
         return float(number)
     except OverflowError:

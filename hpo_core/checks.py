@@ -265,6 +265,26 @@ def check_tokens(batch: Any, **given: torch.Tensor | None) -> None:
     _check_of_batch(batch, batch.total_tokens, "[T] (one per token of the batch)", given)
 
 
+def check_row_offsets(cu_seqlens: torch.Tensor, tokens: int, fix: str = "") -> None:
+    """Check that offsets, which are read on the host, are those of rows inside the tokens."""
+    offsets = cu_seqlens.cpu()
+    check(
+        int(offsets[0]) == 0,
+        "cu_seqlens: expected a first offset of 0, got {}; lengths of rows are for PackedBatch.from_lengths",
+        int(offsets[0]),
+    )
+    falls = (offsets[1:] < offsets[:-1]).nonzero()
+    row = int(falls[0]) if len(falls) else 0
+    check(
+        len(falls) == 0,
+        "cu_seqlens: expected offsets that never decrease, got {} at row {}",
+        offsets[row : row + 2].tolist(),
+        row,
+    )
+    last = int(offsets[-1])
+    check(last <= tokens, "cu_seqlens: expected a last offset <= {} tokens, got {}" + fix, tokens, last)
+
+
 def check_shape_of_tokens(name: str, tensor: torch.Tensor, batch: Any) -> None:
     """Check that the tensor is ``[T]``, or ``[B, L]`` beside a padded batch."""
     if tensor.shape == (batch.total_tokens,) or tensor.shape == batch.padded_shape:

@@ -393,6 +393,8 @@ def _check_in_place(rows: LogitRows, reference: bool, ids: torch.Tensor | None, 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
     """Whether two elements may share memory."""
+    if tensor.numel() == 0:
+        return False
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:

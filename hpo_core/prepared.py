@@ -27,7 +27,7 @@ from .checks import (
 from .corrections import corrected
 from .entropy import EntropyWindow, Selection, WindowState
 from .entropy.selection import checked_selection, selected_tokens, shaped_advantages
-from .entropy.window import check_scorer, rounded_as
+from .entropy.window import check_state, rounded_as
 from .gates import Channel, GateInputs, RatioGate
 from .kl import KLPenalty
 from .metrics import Metrics, is_debugging
@@ -346,7 +346,7 @@ def _compared(
         )
         threshold = window.fit_score(score, backend=backend)
     if isinstance(threshold, WindowState):
-        check_scorer(window, threshold, score, backend)
+        check_state(window, threshold, score, backend)
         threshold = examined("threshold", threshold.threshold, "[1] (what window.fit returned)")
         score = rounded_as(score, threshold).to(score.dtype)
     return score, threshold, window.strict

@@ -17,9 +17,12 @@ from .checks import (
     check_device,
     check_dtype,
     check_real,
+    check_row_offsets,
     check_shape,
     check_units,
     examined,
+    is_compiling,
+    is_traced,
     require_type,
 )
 from .distributed import common_ids, merged, ranks
@@ -77,7 +80,8 @@ def recurrence(
 
     Args:
         values, gains: ``[U]`` floating point.
-        cu_seqlens: ``[R + 1]`` int32 or int64, the rows.
+        cu_seqlens: ``[R + 1]`` int32 or int64, the rows. Units behind the last one get 0. Impossible offsets are an
+            error on a CPU; elsewhere a check would wait for the device, and their results mean nothing.
         forward: ``y_i = x_i + g_i y_{i-1}`` instead, from the start of every row to its end.
 
     >>> recurrence(torch.tensor([0.0, 0.0, 1.0]), torch.full((3,), 0.5), torch.tensor([0, 3]))
@@ -91,6 +95,8 @@ def recurrence(
         list(cu_seqlens.shape),
     )
     check_device("cu_seqlens", cu_seqlens, values.device, "values")
+    if values.device.type == "cpu" and not is_compiling() and not is_traced():
+        check_row_offsets(cu_seqlens, values.numel())
     return scan(values, gains, cu_seqlens, backend, forward).to(values.dtype) + 0.0  # never -0
 
 

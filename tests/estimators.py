@@ -30,6 +30,11 @@ def flags(g, name):
     return g.tensor(getattr(g.units, name) > 0)
 
 
+def precise(values):
+    """Values in float32 at least: log-probabilities in 16 bits are refused."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def prefixes(g):
     return [g.group, g.other, g.third]
 
@@ -130,7 +135,7 @@ CASES = {
     "mc_grpo": lambda g: A.mc_grpo(g.reward, g.group, **g.rest),
     "adora": lambda g: A.adora(g.reward, g.group, g.length, g.flag, **g.rest),
     "real": lambda g: A.real(g.flag, g.group, g.reward, temperature=0.7, **g.rest),
-    "tpo": lambda g: A.tpo(g.reward, g.group, 3 * g.number, g.length / 4, temperature=0.7, **g.rest),
+    "tpo": lambda g: A.tpo(g.reward, g.group, 3 * precise(g.number), precise(g.length) / 4, temperature=0.7, **g.rest),
     "aspo_shaping": lambda g: A.aspo_shaping(g.reward, g.group, g.number, g.length, g.flag, backend=g.backend),
     "spo_single_stream": lambda g: A.spo_single_stream(g.reward, g.number, **g.rest),
     "gae": lambda g: A.step_gae(

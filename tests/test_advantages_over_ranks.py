@@ -56,6 +56,9 @@ CALLS = {
     "hgpo": lambda wrap, u: wrap(A.hgpo)(u["rewards"].nan_to_num(), u["groups"], u["trajectories"], u["anchors"]),
     "treepo": lambda wrap, u: wrap(A.treepo)(u["rewards"], (u["groups"], u["anchors"])),
     "peco": lambda wrap, u: wrap(A.peco)(u["rewards"], u["groups"], u["flags"]),
+    "vpo": lambda wrap, u: wrap(A.vpo)(
+        u["several"].T[:, :, None] * torch.tensor([1.0, -2.0, 0.5]), u["groups"], torch.eye(3)
+    ),
     "equal rewards": lambda wrap, u: wrap(A.grpo)(torch.full_like(u["rewards"], 0.1), u["groups"], eps=0.0),
 }
 # The estimators for which tables of groups are enough.

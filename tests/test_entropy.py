@@ -143,6 +143,7 @@ def test_permuting_rows_permutes_scores(backend, layout):
 def test_reversal(backend, layout):
     """Reversed rows and a reversed window give reversed scores. Entropies are multiples of 1/64, with exact sums."""
     example = testing.random_window(layout=layout)
+    hypothesis.assume(example.keywords["boundary"] != "carry")  # which takes the first value of a row
     example = example._replace(values=(example.values * 64).round() / 64)
     order = torch.arange(example.values.numel())
     for begin, end in itertools.pairwise(example.batch.cu_seqlens.tolist()):

@@ -141,7 +141,7 @@ ERRORS = [
     (lambda: hpo.advantages.iw_opd(TOKENS, TOKENS, BATCH, gamma=math.inf), "gamma: expected a finite number >= 0"),
     (lambda: hpo.advantages.iw_opd(TOKENS.long(), TOKENS, BATCH), "teacher_logp: expected dtype .*, got int64"),
     (lambda: hpo.advantages.iw_opd(TOKENS, TOKENS.long(), BATCH), "old_logp: expected dtype .*, got int64"),
-    (lambda: hpo.advantages.asymre(ROWS, None, shift=math.nan), "shift: expected a finite number, got nan"),
+    (lambda: hpo.advantages.asymre(ROWS, None, shift=math.inf), "shift: expected a finite number, got inf"),
     (lambda: hpo.advantages.iw_opd(TOKENS, TOKENS, BATCH, gamma=-1), "gamma: expected a finite number >= 0, got -1"),
     (lambda: hpo.advantages.maxrl(ROWS, None, least_mean=-1), "least_mean: expected a finite number >= 0 .*, got -1"),
     (lambda: hpo.advantages.reinforce_pp(TOKENS, BATCH, gamma=1.5), r"gamma: expected a number in \[0, 1\], got 1\.5"),
@@ -149,7 +149,7 @@ ERRORS = [
         lambda: hpo.entropy.ares_penalty(hpo.entropy.AresPenalty.start(2), ROWS, period=0),
         "period: expected a number of calls >= 1, got 0",
     ),
-    (lambda: hpo.entropy.epo_phase(1, math.nan), "steps: expected a finite number >= 2, got nan"),
+    (lambda: hpo.entropy.epo_phase(1, math.inf), "steps: expected a finite number >= 2, got inf"),
     (
         lambda: gates.RatioGate("mine", IDENTITY, split="no"),
         "split: expected True or False, got 'no'; write it without quotes",
@@ -176,6 +176,45 @@ ERRORS = [
     (lambda: hpo.aggregation.token_mean(BATCH, total=HUGE), "total: expected a number that a float holds"),
     (lambda: hpo.token_logprobs(TOKENS[:, None], TOKENS.long(), HUGE), "temperature: expected a number that a float"),
     (lambda: hpo.advantages.gdpo(ROWS[None], None, [HUGE]), "weights: expected a number that a float holds"),
+    (
+        lambda: _loss(
+            window=hpo.entropy.ares(), entropy=TOKENS, threshold=hpo.entropy.forking_tokens().fit(TOKENS, BATCH)
+        ),
+        r"threshold: expected the quantile 19/20 of windows .* of 'ares', got the quantile 4/5 of windows 0 to 0 .*",
+    ),
+    (lambda: hpo.entropy.forking_tokens("1/0"), "share: expected a number, a Fraction"),
+    (lambda: hpo.entropy.edge_grpo(ROWS, TOKENS, BATCH, most=math.nan), "most: expected a number, got nan"),
+    (
+        lambda: hpo.entropy.hapo_redistribution(*[TOKENS] * 3, BATCH, eps=(math.nan, 0.2)),
+        r"eps\[0\]: expected a number",
+    ),
+    (lambda: hpo.advantages.bnpo(ROWS, None, most=-1.0), "most: expected a number > 0, got -1.0"),
+    (
+        lambda: hpo.advantages.lite_ppo(ROWS, None, about_groups=True, singleton="raw"),
+        "singleton: expected 'zero' with",
+    ),
+    (lambda: hpo.advantages.negative_sample(ROWS > 0, positive_weight=math.inf), "positive_weight: expected a finite"),
+    (
+        lambda: hpo.advantages.reconstructed.a2fm_apo(ROWS, ROWS > 0, None, alpha=-1.0),
+        "alpha: expected a number > 0, got -1.0",
+    ),
+    (lambda: hpo.advantages.reconstructed.ib_tpo(*[ROWS] * 6, beta=0.0), "beta: expected a number > 0, got 0.0"),
+    (
+        lambda: hpo.advantages.reconstructed.dynamic_contrastive(ROWS, None, ROWS, best=-1, worst=1),
+        "best, worst: expected counts >= 0, got -1 and 1",
+    ),
+    (lambda: hpo.advantages.iw_opd(TOKENS.half(), TOKENS, BATCH), "teacher_logp: expected dtype float32 .*too coarse"),
+    (lambda: hpo.entropy.edge_grpo(ROWS, TOKENS.bfloat16(), BATCH), "entropy: expected dtype float32 .*too coarse"),
+    (
+        lambda: hpo.entropy.target_temperature(torch.tensor(0.1), low=2.0),
+        "low, high: expected low <= high, got 2.0 and",
+    ),
+    (lambda: hpo.segments.recurrence(TOKENS, TOKENS, torch.tensor([0, 9])), "cu_seqlens: expected a last offset <= 5"),
+    (
+        lambda: hpo.segments.recurrence(TOKENS, TOKENS, torch.tensor([0, 3, 1])),
+        "cu_seqlens: expected offsets that never",
+    ),
+    (lambda: hpo.segments.recurrence(TOKENS, TOKENS, torch.tensor([1, 5])), "cu_seqlens: expected a first offset of 0"),
     # The fault of a part of the result, behind the arguments of which it was made.
     (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),
     (lambda: gates.dro(beta=-1), r"dro\(beta=-1\): head_numbers, penalty_coefficient: expected numbers >= 0"),

@@ -149,7 +149,8 @@ def test_a_discount_is_a_number_between_0_and_1(discount):
         ("lam", functools.partial(A.token_gae, ones, ones, batch)),
         ("gamma", functools.partial(A.vapo, ones, ones, batch)),
     ):
-        with pytest.raises(ValueError, match=rf"^{name}: expected a number in \[0, 1\], got {discount}"):
+        expected = "a number, got nan" if math.isnan(discount) else rf"a number in \[0, 1\], got {discount}"
+        with pytest.raises(ValueError, match=f"^{name}: expected {expected}"):
             call(**{name: discount})
 
 
@@ -161,7 +162,8 @@ def test_eps_is_finite_and_not_negative(eps):
         functools.partial(A.mc_grpo, rewards, None), functools.partial(A.pass_at_k, rewards > 0, None, 1),
         functools.partial(R.graph_grpo, rewards, ids, ids, ids), functools.partial(A.whiten, rewards),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"^eps: expected a finite number >= 0, got"):
+        expected = "a number, got nan" if math.isnan(eps) else f"a finite number >= 0, got {eps}"
+        with pytest.raises(ValueError, match=f"^eps: expected {expected}"):
             estimator(eps=eps)
     assert A.mc_grpo(torch.tensor([1.0, 1, 0]), None, eps=0.0).tolist() == [0, 0, 0]
 
@@ -195,7 +197,7 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
     update = functools.partial(tracker.updated, rewards, torch.tensor([0, 1]), rewards)
     ids = [torch.zeros(2).long()] * 2
     for call, message in (
-        (lambda: A.ngrpo(rewards, None, best=math.nan), r"best: expected a finite number, got nan"),
+        (lambda: A.ngrpo(rewards, None, best=math.inf), r"best: expected a finite number, got inf"),
         (lambda: A.treepo(rewards, []), r"prefix_ids: expected 1 to 8 depths, got 0"),
         (lambda: A.treepo(rewards, [torch.zeros(2).long()] * 9), r"prefix_ids: expected 1 to 8 depths, got 9"),
         (lambda: A.rose(rewards, []), r"prefix_ids: expected at least one depth, got none"),
@@ -204,27 +206,27 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: A.vpo(torch.zeros(2, 1, 1), None, torch.ones(0, 1)), r"directions: .*at least one"),
         (lambda: A.hgpo(rewards, *[torch.zeros(2).long()] * 3, alpha=800.0), r"alpha: .* weight 3\^alpha .* got 800"),
         (lambda: update(half_life=0.0), r"half_life: expected a number above 0, got 0"),
-        (lambda: update(least_memory=math.nan), r"least_memory: expected a number in \[0, 1\], got nan"),
+        (lambda: update(least_memory=-0.5), r"least_memory: expected a number in \[0, 1\], got -0.5"),
         (lambda: update(most_memory=1.5), r"most_memory: expected a number in \[0, 1\], got 1.5"),
         (lambda: update(most_memory=0.5), r"least_memory: expected at most 0.5 \(most_memory\), got 0.875"),
         (lambda: A.sgrpo(rewards, rewards, *ids, group_weight=50), r"^group_weight: expected .*, got 50"),
         (lambda: A.sgrpo_reward_sum(rewards, rewards, ids[0], group_weight=-1), r"^group_weight: expected .*, got -1"),
         (lambda: A.sgrpo_hierarchical_sum(rewards, rewards, *ids, group_weight=2), r"^group_weight: .*, got 2"),
         (lambda: A.hbpo(rewards, rewards > 0, rewards, ids[0], longest=0.0), r"^longest: .* above 0, got 0.0"),
-        (lambda: A.hbpo(rewards, rewards > 0, rewards, ids[0], beta=math.nan), r"^beta: expected a finite .* nan"),
-        (lambda: A.icpo(rewards, None, rewards > 0, progress=0, bonus=math.nan), r"^bonus: .* finite number, got nan"),
+        (lambda: A.hbpo(rewards, rewards > 0, rewards, ids[0], beta=math.inf), r"^beta: expected a finite .* inf"),
+        (lambda: A.icpo(rewards, None, rewards > 0, progress=0, bonus=math.inf), r"^bonus: .* finite number, got inf"),
         (lambda: A.pkpo(rewards, None, 1), r"^k: expected a count of at least 2, got 1; the best of one is dr_grpo"),
         (lambda: A.qae(rewards, None, quantile=40), r"^quantile: expected a share in \[0, 1\], got 40"),
-        (lambda: A.hila(rewards, rewards > 0, rewards > 1, None, defer_cost=math.nan), r"^defer_cost: .* got nan"),
+        (lambda: A.hila(rewards, rewards > 0, rewards > 1, None, defer_cost=math.inf), r"^defer_cost: .* got inf"),
         (lambda: A.tool_star(rewards, rewards > 0, rewards > 0, None, bonus=math.inf), r"^bonus: .* got inf"),
-        (lambda: A.unidoc_rl(*[rewards] * 5, None, answer_weight=math.nan), r"^answer_weight: .* got nan"),
-        (lambda: A.mars2(rewards, ids[0] - 1, ids[0], shaping=math.nan), r"^shaping: .* got nan"),
-        (lambda: A.adora(rewards, None, rewards, rewards > 0, damping=math.nan), r"^damping: .* got nan"),
+        (lambda: A.unidoc_rl(*[rewards] * 5, None, answer_weight=math.inf), r"^answer_weight: .* got inf"),
+        (lambda: A.mars2(rewards, ids[0] - 1, ids[0], shaping=math.inf), r"^shaping: .* got inf"),
+        (lambda: A.adora(rewards, None, rewards, rewards > 0, damping=math.inf), r"^damping: .* got inf"),
         (lambda: A.rae(rewards, ids[0], rewards, decay=1.5), r"^decay: expected a number in \[0, 1\], got 1.5"),
         (lambda: A.vapo(rewards, rewards, hpo.PackedBatch.from_lengths([2]), alpha=0), r"^alpha: .* above 0, got 0"),
         (lambda: A.real(rewards > 0, None, rewards, temperature=0), r"^temperature: .* > 0, got 0"),
-        (lambda: R.hi_agent(*[rewards] * 3, None, weights=(1.0, math.nan, 1.0)), r"^weights\[1\]: .* got nan"),
-        (lambda: R.hi_grpo(torch.stack([rewards] * 2), None, carry=math.nan), r"^carry: .* got nan"),
+        (lambda: R.hi_agent(*[rewards] * 3, None, weights=(1.0, math.inf, 1.0)), r"^weights\[1\]: .* got inf"),
+        (lambda: R.hi_grpo(torch.stack([rewards] * 2), None, carry=math.inf), r"^carry: .* got inf"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

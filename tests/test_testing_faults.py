@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from fractions import Fraction
 
@@ -149,6 +150,13 @@ def threshold(score, quantile):
     return order_statistic(score, *Fraction(str(quantile)).as_integer_ratio(), OrderRule.CEIL)[0]
 
 
+def in_floats(score, quantile, rule):
+    """The order statistic with an index that is computed in the precision of the scores."""
+    known = score[score.isfinite()].sort().values
+    exact = (torch.ceil, torch.floor, torch.round)[rule](score.new_tensor(quantile) * (len(known) - 1))
+    return known[int(exact)].float() if len(known) else score.new_tensor(math.nan).float(), len(known)
+
+
 def beginning(score):
     return score[:1].nan_to_num(0.0, 0.0, 0.0).sum()
 
@@ -180,16 +188,31 @@ SPECIAL = {
     },
     "window_mean": {
         "packed": border_crossing, "a constant": lambda *given, **named: (1 + 1e-6) * windowed(*given, **named),
+        "a value that": lambda *given, **named: windowed(*given, **named).nan_to_num(-math.inf),
+        "exact, of carried windows": lambda *given, boundary, invalid: windowed(
+            *given, boundary="shrink" if boundary == "carry" else boundary, invalid=invalid
+        ),
+        "exact, of wide windows": lambda values, batch, first, last, **named: windowed(
+            values, batch, first, min(last, first + 7), **named
+        ),
     },
-    "window_mask": {},
+    "window_mask": {
+        "a token without": lambda entropy, batch: forking(entropy, batch) | windowed(
+            entropy, batch, 0, 0, boundary="full", invalid="skip"
+        ).isnan(),
+    },
     "order_statistic": {
         "the order": lambda score, *quantile: (order_statistic(score, *quantile)[0] + beginning(score),),
         "undefined": lambda score, *quantile: order_statistic(score.nan_to_num(0.0, 0.0, 0.0), *quantile),
         "the index": lambda score, *quantile: (order_statistic(score, *quantile)[0] + 1,),
+        "the index, of doubles": lambda score, p, q, rule: in_floats(score.double(), p / q, rule),
+        "the index, of singles": lambda score, p, q, rule: in_floats(score, p / q, rule),
     },
     "quantile": {
         "the order": lambda score, quantile: threshold(score, quantile) + beginning(score),
         "the index": lambda score, quantile: threshold(score, quantile) + 1,
+        "the index, of doubles": lambda score, quantile: in_floats(score.double(), quantile, OrderRule.CEIL)[0],
+        "the index, of singles": lambda score, quantile: in_floats(score, quantile, OrderRule.CEIL)[0],
     },
 }  # fmt: skip
 FAULTS = [

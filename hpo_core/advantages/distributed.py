@@ -88,10 +88,11 @@ def _run(
     first, *rest = arguments or (keywords.pop(names[0], None),)
     require_type(isinstance(first, torch.Tensor), "{}: expected a tensor, got {}", names[0], type(first))
     group = _group(process_group)
-    parts = gather(first.movedim(-1, 0), group, names[0])  # rewards [C, U], or [U]
+    units = -1 if first.dim() < 3 else 0  # of rewards [C, U] or [U], or of sets of candidates [U, M, C]
+    parts = gather(first.movedim(units, 0), group, names[0])
     everywhere = functools.partial(_everywhere, group, "weights" if is_multi_reward(estimator) else None)
     whole = estimator(
-        torch.cat(parts).movedim(0, -1),
+        torch.cat(parts).movedim(0, units),
         *map(everywhere, itertools.chain(names[1:], itertools.repeat("")), rest),
         **{name: everywhere(name, keywords[name]) for name in sorted(keywords)},  # all ranks in one order
     )

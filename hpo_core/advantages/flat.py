@@ -211,7 +211,8 @@ def lite_ppo(
 
     Args:
         about_groups: True takes deviations from the means of the groups, ``sqrt(sum (r - mean_g)^2 / (N - ddof))``:
-            AReaL's mean of the group and std of the batch, with eps 1e-5. This deviation is the smaller of the two.
+            AReaL's mean of the group and std of the batch, with eps 1e-5. This deviation is the smaller of the two, and
+            a group of one has none, so ``singleton`` stays ``"zero"``.
 
     >>> r, ids = torch.tensor([1.0, 0.0, 2.0, 6.0]), torch.tensor([0, 0, 1, 1])
     >>> lite_ppo(r, ids, eps=0.0)
@@ -222,8 +223,10 @@ def lite_ppo(
     rule = GroupTerm(Center.MEAN, Scale.BATCH, ddof, eps, EpsMode.ADD, keeps_singletons(singleton))
     if about_groups:
         check_units(rewards=rewards, group_ids=group_ids, mask=mask, apply_mask=apply_mask)
+        alone = "singleton: expected 'zero' with about_groups=True, as a group of one has no deviation, got {!r}"
+        check(not rule.keep_singletons, alone, singleton)
         scored = grouped(torch.isfinite(rewards), group_ids)
-        centred = dr_grpo(rewards, group_ids, mask=mask, apply_mask=scored, singleton=singleton, backend=backend)
+        centred = dr_grpo(rewards, group_ids, mask=mask, apply_mask=scored, backend=backend)
         rewards = torch.where(scored, centred, torch.nan)  # what has no deviation enters none of the batch
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 

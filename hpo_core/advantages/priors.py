@@ -40,14 +40,15 @@ def bnpo(
 
     Traps: groups are coupled through m and v; groups of equal rewards get 0 although their weight is ``most``. A group
     of one counts as p = 0; with ``singleton="raw"`` it keeps ``w r``, as in the authors' code, which is ``most`` times
-    its reward where alpha is above 1. Assumed: where several groups have one and the same mean (v = 0) v is 1, too, as
-    for one group.
+    its reward where alpha is above 1. Assumed: where the means of several groups are the same v is 1, too, as for one
+    group. Means are the same if v is at most 1e-12: those of equal decimals in float32 are up to 1e-7 apart.
 
     >>> r = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0])
     >>> bnpo(r, torch.arange(12) // 4)[:4]
     tensor([ 0.6802, -0.2267, -0.2267, -0.2267])
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
+    check(most > 0, "most: expected a number > 0, got {}", most)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
     means, once = group.mean, 1 / group.members
     member = members_of(rewards, group, mask)
@@ -57,8 +58,8 @@ def bnpo(
     means = torch.where(group.members > 1, means, 0.0)
     center = total(once * means) / groups
     spread = total(once * (means - center).square()) / (groups - 1)
-    # Means of equal groups lie 1e-16 apart by rounding, distinct ones of float32 rewards much further.
-    spread = torch.where((groups > 1.5) & (spread > 1e-24), spread, 1.0)
+    # Below, the weights would follow the rounding of rewards, and the logarithms of gamma functions cancel.
+    spread = torch.where((groups > 1.5) & (spread > 1e-12), spread, 1.0)
     room = center * (1 - center) / spread - 1
     alpha, beta = (torch.clamp(1 + room * part / 3, min=1) for part in (center, 1 - center))
     log_norm = torch.lgamma(alpha) + torch.lgamma(beta) - torch.lgamma(alpha + beta)

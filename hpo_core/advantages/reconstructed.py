@@ -142,6 +142,7 @@ def a2fm_apo(
     tensor([ 0.8660,  0.8660, -0.8660, -0.8660])
     """
     check_units(accuracy=accuracy, is_instant=is_instant, group_ids=group_ids, mask=mask)
+    check(alpha > 0, "alpha: expected a number > 0, got {}", alpha)
     scored = scorable(accuracy, mask)
     instant = statistics(accuracy, group_ids, mask=scored & is_instant, backend=backend)
     # A mean is rounded in the order of its units: one that equals the bound is above it in any order.
@@ -366,6 +367,7 @@ def ib_tpo(
     >>> ib_tpo(*(torch.tensor([x]) for x in (0.5, 0.25, 0.6, 0.5, 0.5, 0.3)))
     tensor([0.2240])
     """
+    check(beta > 0, "beta: expected a number > 0, got {}", beta)
     given = (values, parent_values, answer_values, root_values, deviations, reference)
     check_units(
         values=values, parent_values=parent_values, answer_values=answer_values, root_values=root_values,
@@ -401,6 +403,7 @@ def dynamic_contrastive(
     tensor([False,  True,  True, False])
     """
     check_units(rewards=rewards, group_ids=group_ids, lengths=lengths, mask=mask)
+    check(best >= 0 and worst >= 0, "best, worst: expected counts >= 0, got {} and {}", best, worst)
     known = scorable(lengths, mask)
     # Long before short, then by reward: stable sorts keep the first where the second ties.
     order = torch.sort(torch.where(known, lengths, 0.0), descending=True, stable=True).indices

@@ -159,7 +159,7 @@ def negative_sample(
     tensor([ 0.1000, -1.0000])
     """
     check_units(is_correct=is_correct, mask=mask)
-    check(positive_weight >= 0, "positive_weight: expected a number >= 0, got {}", positive_weight)
+    check(0 <= positive_weight < math.inf, "positive_weight: expected a finite number >= 0, got {}", positive_weight)
     advantages = torch.full_like(is_correct, -1.0, dtype=torch.float32).masked_fill(is_correct, positive_weight)
     return advantages if mask is None else torch.where(mask, advantages, 0.0)
 

@@ -12,8 +12,8 @@ import math
 import torch
 
 from ..batch import PackedBatch, place_in_row, spread_rows, valid_tokens
-from ..checks import check, check_precise, check_rows, check_tokens
-from ..segments import Chains, chains, dense_ids, recurrence, scan, statistics
+from ..checks import check, check_rows, check_tokens
+from ..segments import Chains, chains, dense_ids, scan, statistics
 from ..specs import Provenance
 from .returns import check_discounts, finished_tokens, generalised_advantages
 from .terms import about_group, as_advantages, estimator, grouped, known, scorable
@@ -164,8 +164,6 @@ def iw_opd(
     >>> iw_opd(teacher, old, PackedBatch.from_lengths([3]))
     tensor([ 0.7500, -1.3750, -0.5625])
     """
-    check_precise("teacher_logp", teacher_logp)
-    check_precise("old_logp", old_logp)
     check_tokens(batch, teacher_logp=teacher_logp, old_logp=old_logp)
     check(0 <= gamma < math.inf, "gamma: expected a finite number >= 0, got {}", gamma)
     gap = torch.where(valid_tokens(batch), known(teacher_logp.double() - old_logp.double()), 0.0)
@@ -269,7 +267,7 @@ def _against_positions(
     valid = valid_tokens(batch)
     values, energy = torch.where(valid, token_rewards, 0.0), torch.where(valid, energy, 0.0)
     returns = scan(values, torch.ones_like(values), batch.cu_seqlens, backend)
-    weight = recurrence(energy, torch.ones_like(energy), batch.cu_seqlens, forward=True, backend=backend)
+    weight = scan(energy, torch.ones_like(energy), batch.cu_seqlens, backend, forward=True).to(energy.dtype)
     groups = torch.zeros_like(row) if group_ids is None else spread_rows(group_ids.to(torch.int64), batch, -1)
     ids = dense_ids(torch.where(valid, groups, -1), torch.where(valid, position, -1))
     centred = about_group(returns, token_rewards, ids, mask=valid, backend=backend)
@@ -412,7 +410,7 @@ def t_ppo(
 
     def behind(tokens: torch.Tensor) -> torch.Tensor:
         """The value of the next valid token of each token's row; 0 behind the last."""
-        found = recurrence(tokens, 1 - seen, batch.cu_seqlens, backend=backend)
+        found = scan(tokens, 1 - seen, batch.cu_seqlens, backend).to(tokens.dtype)
         following = torch.zeros_like(found)
         following[:-1] = torch.where(row[1:] == row[:-1], found[1:], 0.0)
         return following

@@ -187,6 +187,7 @@ def rose_length_penalty(
             [ 0.0000,  0.0000,  0.0000]])
     """
     check_units(rewards=rewards, lengths=lengths)
+    check(alpha > 0, "alpha: expected a number > 0, got {}", alpha)
     nodes = _nodes(rewards, prefix_ids)
     for name, given in (("segments", segments), ("starts", starts)):
         check_floating(name, given)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import INTEGERS, check, check_dtype, check_shape, dtype_name, require_type
+from ..checks import INTEGERS, check, check_dtype, check_row_offsets, check_shape, dtype_name, require_type
 from ..ops.library import check_count
 
 if TYPE_CHECKING:
@@ -80,26 +80,9 @@ def checked_tensors(
 
 def check_structure(batch: PackedBatch) -> None:
     """Raises ValueError, naming the first row or step that is wrong. It reads the tensors on the host."""
+    longer = "; pass a mask of all tokens, or total_tokens if the buffer is longer"
+    check_row_offsets(batch.cu_seqlens, batch.total_tokens, longer)
     offsets = batch.cu_seqlens.cpu()
-    check(
-        int(offsets[0]) == 0,
-        "cu_seqlens: expected a first offset of 0, got {}; lengths of rows are for PackedBatch.from_lengths",
-        int(offsets[0]),
-    )
-    row = _first_true(offsets[1:] < offsets[:-1])
-    check(
-        row is None,
-        "cu_seqlens: expected offsets that never decrease, got {} at row {}",
-        None if row is None else offsets[row : row + 2].tolist(),
-        row,
-    )
-    check(
-        int(offsets[-1]) <= batch.total_tokens,
-        "cu_seqlens: expected a last offset <= {} tokens, got {}; pass a mask of all tokens, or total_tokens if "
-        "the buffer is longer",
-        batch.total_tokens,
-        int(offsets[-1]),
-    )
     if batch.cu_steps is not None:
         tiles = batch.cu_steps.cpu()
         check(

@@ -155,6 +155,7 @@ def target_temperature(
     _check_scalars(entropy=entropy)
     for name, temperature in (("low", low), ("high", high)):
         check(0 < temperature < math.inf, "{}: expected a temperature above 0, got {}", name, temperature)
+    check(low <= high, "low, high: expected low <= high, got {} and {}", low, high)
     return torch.where(entropy <= target, torch.full_like(entropy, high), torch.full_like(entropy, low))
 
 

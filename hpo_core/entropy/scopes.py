@@ -149,12 +149,13 @@ def top_k(
     """The k largest valid finite values of each scope, or all of them where there are fewer, as a bool mask.
 
     Of equal values those with the smallest (uid of the row, position in the row) are selected: with uids the selection
-    does not depend on the order of the rows.
+    does not depend on the order of the rows. Rows of one uid keep their order.
 
     Args:
         values, batch, scope, scopes: see :func:`quantiles`.
         k: one number for all scopes, or ``[C]`` integers.
-        uid: ``[S]`` integers, one per row. Default: the order of the rows, of one rank after the other.
+        uid: ``[S]`` integers, one per row, that no two rows of a scope share: a response's, not its prompt's. Default:
+            the order of the rows, of one rank after the other.
         process_group: see :func:`quantiles`; every rank passes the same k.
 
     Returns:
@@ -189,7 +190,7 @@ def exact_fraction(name: str, value: str | Fraction | float) -> Fraction:
     """The exact rational that a decimal spells: 0.95 is 19/20, not the double next to it."""
     try:
         fraction = value if isinstance(value, Fraction) else Fraction(str(value))
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         expected = "a number, a Fraction or a decimal such as '0.2'"
         raise TypeError(f"{name}: expected {expected} in [0, 1], got {value!r}{_fix(value)}") from None
     # The Dynamo of torch 2.10 compares no number with a Fraction.

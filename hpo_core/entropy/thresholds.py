@@ -165,7 +165,8 @@ def d3s_tokens(
         share: the paper says "under 20 %"; :func:`d3s_schedule` moves it.
         rows_mask: ``[S]`` bool, the responses that :func:`hpo_core.advantages.d3s_samples` kept; the tokens of others
             are neither counted nor selected.
-        uid: ``[S]`` integers, by which ties are decided, whatever the order of rows. Default: the order of rows.
+        uid: ``[S]`` integers by which ties are decided, whatever the order of rows; see :func:`top_k`. Default: the
+            order of rows.
         keeps_zeros: False: a token with ``A = 0`` or ``H = 0`` is never selected, so that a batch without advantages
             selects nothing.
         process_group: the tokens of these ranks are compared with one another.

@@ -17,7 +17,7 @@ from .. import ops
 from ..arguments import Short, check_choice, check_flag, check_member, examines
 from ..backends import choice, is_reference
 from ..batch import PackedBatch, as_batch
-from ..checks import check, check_precise, check_shape, keeps_doubles, require_type
+from ..checks import check, check_precise, check_shape, is_compiling, keeps_doubles, require_type
 from ..distributed import check_is_step
 from ..specs import INDEX_RULES, OrderRule, Provenance, WindowAggregate
 from .aggregates import BOUNDARIES, INVALID, Window, flat_values
@@ -35,6 +35,7 @@ class WindowState(NamedTuple):
     population: torch.Tensor  # [1] int64: the number of scores, one of which is the threshold
     errors: torch.Tensor  # [1] int64: the number of valid tokens with a value that is not finite
     scored_by: str = ""  # the backend that summed the scores; "": scores are no sums, or it is unknown
+    fitted_by: str = ""  # the windows and the quantile of their scores; "": unknown
 
     def to(self, device: torch.device | str) -> WindowState:
         moved = {name: getattr(self, name).to(device) for name in ("threshold", "population", "errors")}
@@ -73,6 +74,7 @@ class EntropyWindow(Short):
     scope: str = "batch"
     source: str = field(default="", repr=False, compare=False)
     provenance: Provenance | None = field(default=None, repr=False, compare=False)
+    _fits: str = field(init=False, repr=False, compare=False)  # WindowState.fitted_by
 
     def __post_init__(self) -> None:
         window = Window(self.first, self.last, "mean", self.boundary, self.invalid)  # which checks them
@@ -85,6 +87,9 @@ class EntropyWindow(Short):
         exact_fraction("quantile", self.quantile)
         check(self.rule in INDEX_RULES, "rule: expected one of an index, got {!r}; see quantiles for LINEAR", self.rule)
         check_choice("scope", self.scope, _SCOPES)
+        rules = f"boundary {self.boundary}, invalid {self.invalid}, rule {self.rule.name}"
+        fits = f"quantile {self.quantile} of windows {self.first} to {self.last} ({rules})"
+        object.__setattr__(self, "_fits", fits)  # once: a call under Dynamo formats nothing
 
     @examines
     def score(
@@ -242,7 +247,7 @@ class EntropyWindow(Short):
         self, values: torch.Tensor, state: WindowState, backend: str | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and the threshold ``[1]``, checked and of one precision."""
-        check_scorer(self, state, values, backend)
+        check_state(self, state, values, backend)
         check_precise("state.threshold", state.threshold, "take the state as fit returned it")
         check_shape("state.threshold", state.threshold, (1,), "[1] (what fit returned)")
         check(
@@ -258,7 +263,7 @@ class EntropyWindow(Short):
         self, threshold: torch.Tensor, counts: torch.Tensor, values: torch.Tensor, backend: str | None
     ) -> WindowState:
         population, errors = counts.narrow(0, 0, 1), counts.narrow(0, 1, 1)  # split takes half as long again
-        return WindowState(threshold, population, errors, _scorer(self, values, backend))
+        return WindowState(threshold, population, errors, _scorer(self, values, backend), self._fits)
 
 
 def forking_tokens(share: str | Fraction | float = "0.2", *, scope: str = "batch") -> EntropyWindow:
@@ -306,9 +311,16 @@ def ares(width: int = 4, quantile: str | Fraction | float = "0.95", *, scope: st
     )  # fmt: skip
 
 
-def check_scorer(window: EntropyWindow, state: WindowState, values: torch.Tensor, backend: str | None) -> None:
-    """Check that threshold and scores have sums of the same backend: a difference in the last bit could lose the token
-    at the threshold."""
+def check_state(window: EntropyWindow, state: WindowState, values: torch.Tensor, backend: str | None) -> None:
+    """Check that the window fitted this threshold, and that threshold and scores have sums of the same backend: a
+    difference in the last bit could lose the token at the threshold."""
+    check(
+        is_compiling() or state.fitted_by in ("", window._fits),  # Dynamo compares no string that it has formatted
+        "threshold: expected the {} of {!r}, got the {}; take it from fit of the window that selects",
+        window._fits,
+        window.name,
+        state.fitted_by,
+    )
     scorer = _scorer(window, values, backend)
     check(
         not state.scored_by or not scorer or state.scored_by == scorer,

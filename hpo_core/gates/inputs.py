@@ -186,8 +186,9 @@ def clip_cov_mask(
     same seed and batch give the same tokens.
 
     Args:
-        seed: any integer; give every micro-batch and every rank its own: one seed draws equal places of two batches.
-        share, low, high: 2e-4, 1 and 5 as in verl (arXiv 2505.22617).
+        seed: an integer of 64 bits; give every micro-batch and every rank its own: one seed draws equal places of two
+            batches.
+        share, low, high: 2e-4, 1 and 5 as in verl (arXiv 2505.22617); ``share n`` is a product of doubles, as there.
         eps_low, eps_high: those of the gate.
         advantage_level: as in :func:`~hpo_core.policy_loss`.
 
@@ -218,7 +219,8 @@ def kl_cov_mask(
     2505.22617), of the n valid tokens with a finite advantage and log-probability.
 
     Args:
-        share: 2e-4 as in verl; the paper takes 2e-3 for 7 billion parameters and 2e-4 for 32.
+        share: 2e-4 as in verl, where ``share n`` is a product of doubles, too; the paper takes 2e-3 for 7 billion
+            parameters and 2e-4 for 32.
         advantage_level: as in :func:`~hpo_core.policy_loss`.
 
     >>> batch = PackedBatch.from_lengths([2, 2])

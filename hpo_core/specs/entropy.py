@@ -16,7 +16,7 @@ class Boundary(enum.IntEnum):
     FULL = 0  # is undefined
     SHRINK = 1  # aggregates the part inside
     ZERO = 2  # counts 0 outside: a mean divides by the full width anyway
-    CARRY = 3  # takes the mean of the row's windows that do not stick out, or the row's first value if all do
+    CARRY = 3  # and every other undefined one takes the mean of the row's defined windows, or its first value
 
 
 class Invalid(enum.IntEnum):
@@ -66,7 +66,7 @@ class OrderRule(enum.IntEnum):
     LINEAR = 3  # none: the interpolation between the floor and the ceiling
 
     def index(self, numerator: int, denominator: int, n: int) -> int:
-        """The index for q = numerator / denominator, in exact integers: floats get it wrong for q = .7 and n = 11."""
+        """The index for q = numerator / denominator, in exact integers: floats get it wrong for q = .28 and n = 26."""
         check(self is not OrderRule.LINEAR, "rule: expected one of an index, got {!r}", self)
         floor, remainder = divmod(numerator * (n - 1), denominator)
         if self is OrderRule.FLOOR or remainder == 0:

@@ -10,6 +10,7 @@ import torch
 from ..arguments import examines
 from ..batch import PackedBatch
 from ..entropy import EntropyWindow
+from ..entropy.aggregates import BOUNDARIES
 from ..specs import OrderRule
 from .layouts import Layout, below, random_layout
 
@@ -25,13 +26,13 @@ class WindowExample(NamedTuple):
 
 
 @examines
-def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 8) -> WindowExample:
+def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 16) -> WindowExample:
     """Entropies and a random window: forward, backward, around the token or beside it, or wider than some rows."""
     layout = random_layout(seed, longest=12) if layout is None else layout
     draw = layout.generator(2)
 
     width, first = 1 + below(draw, widest), below(draw, widest) - widest // 2
-    keywords = {"boundary": ("full", "shrink", "zero")[below(draw, 3)], "invalid": ("skip", "break")[below(draw, 2)]}
+    keywords = {"boundary": tuple(BOUNDARIES)[below(draw, 4)], "invalid": ("skip", "break")[below(draw, 2)]}
     values = 2 * torch.rand(layout.tokens, generator=draw, dtype=torch.float32, device="cpu")
     return WindowExample(values, layout.batch(), first, first + width - 1, keywords)
 

@@ -86,6 +86,15 @@ def _(run: Run, example: WindowExample) -> None:
         )
 
 
+@promise("window_mean", "a value that is not finite: the score of its token is NaN, and other windows leave it out")
+def _(run: Run, example: WindowExample) -> None:
+    valid = valid_tokens(example.batch)
+    first = valid & (valid.cumsum(0) == 1)
+    for value in (math.nan, math.inf):
+        broken = _changed_values(example, first, value)
+        assert_within_budget(f"the score with {value} at a valid token", run(broken), expect_window(broken))
+
+
 @promise("window_mean", "batch-invariant: a row's scores do not depend on its place")
 def _(run: Run, example: WindowExample) -> None:
     whole = run(example)
@@ -120,6 +129,16 @@ def _(run: Run, example: MaskExample) -> None:
         same("the mask", dirty, clean, f"with {poison} in masked places")
 
 
+@promise("window_mask", "a token without a finite entropy is not selected")
+def _(run: Run, example: MaskExample) -> None:
+    valid = valid_tokens(example.batch)
+    first = valid & (valid.cumsum(0) == 1)
+    for value in (math.nan, math.inf):
+        broken = example._replace(entropy=torch.where(first, value, example.entropy))
+        _state, expected = example.window.fit_apply(broken.entropy.double(), example.batch, backend="reference")
+        same("the mask", run(broken), expected, f"with {value} at a valid token")
+
+
 # ----------------------------------------------------------------------------------------------------- order statistics
 
 
@@ -134,16 +153,25 @@ def _(run: Run, example: ScoresExample) -> None:
     same("the threshold", run(example._replace(score=more)), run(example), "with -inf, inf and NaN added")
 
 
+# Quantiles (numerator, denominator) of so many scores whose index is another one in double precision, and in single.
+ROUNDED = {
+    OrderRule.CEIL: ((7, 25, 26), (7, 100, 101), (3, 10, 51)),
+    OrderRule.FLOOR: ((7, 10, 91), (29, 100, 101), (53, 100, 101)),
+    OrderRule.NEAREST: ((7, 10, 46), (7, 20, 91), (3, 10, 96)),
+}
+
+
 def _assert_exact_index(run: Run, example: ScoresExample, rules: Iterable[OrderRule]) -> None:
-    count = max(example.score.numel(), 11)  # 7/10 of 11 is the smallest where ceil(q (n - 1)) fails in floats
-    drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(count), device="cpu").float()
     for rule in rules:
-        expected = float(rule.index(example.numerator, example.denominator, count))
-        got = run(ScoresExample(drawn, example.numerator, example.denominator, rule)).item()
-        assert got == expected, (
-            f"{rule.name} of {example.numerator}/{example.denominator} of {count} distinct scores is order statistic "
-            f"{expected:.0f}, got {got:.0f}"
-        )
+        rounded = ROUNDED[rule][example.score.numel() % 3]
+        for numerator, denominator, count in ((example.numerator, example.denominator, 11), rounded):
+            drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(count), device="cpu").float()
+            expected = float(rule.index(numerator, denominator, count))
+            got = run(ScoresExample(drawn, numerator, denominator, rule)).item()
+            assert got == expected, (
+                f"{rule.name} of {numerator}/{denominator} of {count} distinct scores is order statistic "
+                f"{expected:.0f}, got {got:.0f}"
+            )
 
 
 @promise("order_statistic", "the index is exact in integers")

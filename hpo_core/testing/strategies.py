@@ -23,6 +23,7 @@ LONG = (1024, 0, 1, 2050, *(3,) * 140, 517, 1108)
 LONG_RECTANGLES = ((33,) * 130, (2048,) * 2)
 LONG_GROUPS = (1024, 511, 1, *(2,) * 1280)
 LONG_UNITS = sum(LONG_GROUPS)
+LONG_WIDTH = 300  # of windows, in tokens
 
 
 def hypothesis() -> Any:
@@ -100,7 +101,9 @@ def _count(most: int, long: bool) -> Any:
 
 def windows(padded: bool = False, long: bool = False) -> Any:
     """Strategy of :class:`WindowExample`; ``long`` as in :func:`layouts`."""
-    return layouts(longest=10, padded=padded, long=long).map(lambda layout: random_window(layout=layout))
+    drawn = layouts(longest=10, padded=padded, long=long)
+    widest = LONG_WIDTH if long else 16
+    return drawn.map(lambda layout: random_window(layout=layout, widest=widest))
 
 
 def masks(window: EntropyWindow, padded: bool = False, long: bool = False) -> Any:

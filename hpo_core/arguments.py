@@ -43,7 +43,21 @@ def examines(function: Function) -> Function:
             return function(*arguments, **keywords)
         return _run_examined(function, arguments, keywords)
 
+    run.__doc__ = _pointed(function)
     return run  # type: ignore[return-value]
+
+
+# Their docstrings describe the arguments that many of their functions have.
+_WITH_COMMON_ARGUMENTS = ("hpo_core.advantages", "hpo_core.aggregation", "hpo_core.entropy", "hpo_core.gates")
+
+
+def _pointed(function: Any) -> str | None:
+    """The docstring of a function; where it leaves arguments to its package, it says so."""
+    package = ".".join(function.__module__.split(".")[:2])
+    doc: str | None = inspect.unwrap(function).__doc__
+    if package not in _WITH_COMMON_ARGUMENTS or not doc or all(name in doc for name in parameter_names(function)):
+        return doc
+    return f"{doc.rstrip()}\n\n    Other arguments: :mod:`{package}`.\n    "
 
 
 def constants(function: Function) -> Function:

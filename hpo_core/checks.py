@@ -119,8 +119,10 @@ def check_real(name: str, tensor: torch.Tensor) -> None:
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device, whose: str) -> None:
     if tensor.device != device:
+        # A batch is made on the CPU unless its tensors are elsewhere; the tokens are where training is.
+        moved, to = ("batch", tensor.device) if whose == "the batch" and device.type == "cpu" else (name, device)
         raise ValueError(
-            f"{name}: expected device {device} (that of {whose}), got {tensor.device}; use {name}.to({str(device)!r})"
+            f"{name}: expected device {device} (that of {whose}), got {tensor.device}; use {moved}.to({str(to)!r})"
         )
 
 

@@ -110,8 +110,8 @@ def token_logprobs(
 
     Raises:
         ValueError, TypeError: naming the argument, what was expected, what came, and the fix. On a GPU, where reading
-        them would synchronise, a temperature that is not allowed, an id outside the vocabulary, and the first token of
-        a row inside the mask give NaN instead.
+        them would synchronise, a temperature that is not allowed, an id of ``support_ids`` outside the vocabulary, and
+        the first token of a row inside the mask give NaN instead. A target outside the vocabulary gives NaN everywhere.
 
     >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, -torch.inf, 0.0]])
     >>> logp, entropy = token_logprobs(logits, torch.tensor([0, 3]))

@@ -75,10 +75,10 @@ def policy_loss(
     """The policy loss of a packed (or padded) batch under a ratio gate: ``loss = sum_t m_t w[s(t)] loss_t``.
 
     m_t is 1 for valid tokens, else 0, and w[s(t)] the entry of ``weights`` for the row of token t.
-    ``loss_t = -M_t W_t A_t Phi(z_t) + beta k(logp_t - ref_logp_t)``: z is the gated log-ratio, Phi the gate's head, M
-    the selection (``token_mask`` and the window), W ``token_weight``, and the penalty is not masked by M. Everything
-    but ``logp`` is a constant of the differentiation; the backward returns dL/dlogp times the incoming gradient, and
-    only once.
+    ``loss_t = -M_t W_t Phi(z_t, A_t) + beta k(logp_t - ref_logp_t) + kappa p(x_t)``: z is the gated log-ratio, Phi the
+    gate's head, which contains the advantage, M the selection (``token_mask`` and the window), W ``token_weight``, and
+    p the gate's own penalty on the log-ratio x; M masks no penalty. Everything but ``logp`` is a constant of the
+    differentiation; the backward returns dL/dlogp times the incoming gradient, and only once.
 
     Args:
         logp: ``[T]`` (or the padded ``[B, L]``) float32, natural log-probabilities of the current policy.
@@ -203,8 +203,8 @@ def hierarchical_policy_loss(
         batch: with ``group_ids``, if the estimator takes them.
         advantage: an estimator, or ``functools.partial`` of one, or a function of your own. It is called with the
             rewards and, by name, those of ``group_ids``, the batch's ``domain_ids`` if it has some, ``batch``,
-            ``backend`` and, at the level of steps, ``trajectory_ids`` that it takes; the ids are then ``[N]``. What
-            else it needs, such as ``anchor_ids``, comes with the partial; ``partial(grpo, group_ids=None)`` says that
+            ``backend`` and, at the level of steps, ``trajectory_ids`` that it takes; the ids are then ``[N]``. Its
+            other arguments, such as ``anchor_ids``, come with the partial; ``partial(grpo, group_ids=None)`` says that
             the whole batch is one group, as equal ids do. ``advantage_level`` is by default the level that
             :func:`~hpo_core.advantages.estimator` marks it with, and ``"row"`` without a mark. It sees the rewards of
             this call alone, also under ``process_group``: ``over_ranks(grpo, process_group)`` is for groups that lie on

@@ -40,7 +40,7 @@ SLOTS: dict[str, str] = {
     "reference_log_ratio": "sum",  # s = logp - ref_logp
     "reference_log_ratio_square": "sum",
     "reference_k3": "sum",
-    "penalty": "sum",  # the KL penalty's share of the loss
+    "penalty": "sum",  # the share of the loss that penalties have, that on the reference policy and the gate's own
     "entropy": "sum",
     "entropy_tokens": "sum",
     "nan_tokens": "sum",  # error counters: see FLAGS
@@ -57,8 +57,8 @@ FLAGS: dict[str, str] = {
     "bad_offsets": "an entry of cu_seqlens or another index was out of range; the row was left out. Where offsets "
     "decrease, rows overlap and the loss means nothing",
     "bad_advantages": "at a valid token an advantage, weight, token weight, target or correction (by rollout_logp) was "
-    "not finite, a success rate (target) was outside [0, 1), or bounds were no ratios with 0 <= low <= 1 <= high; it "
-    "was not selected",
+    "not finite, no advantage had the number of its id (with advantage_level= ids count from 0), a success rate "
+    "(target) was outside [0, 1), or bounds were no ratios with 0 <= low <= 1 <= high; it was not selected",
 }
 
 

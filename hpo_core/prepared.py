@@ -273,7 +273,7 @@ def _checked_inputs(gate_inputs: GateInputs | None, gate: RatioGate) -> GateInpu
         isinstance(given, GateInputs),
         "gate_inputs: expected a GateInputs, which the functions of hpo_core.gates return, got {}; wrap a tensor as "
         "gates.GateInputs(bounds=...)",
-        type(given),
+        given if callable(given) else type(given),
     )
     for name, call in gate.required.items():
         check(
@@ -308,9 +308,9 @@ def _check_penalty(kl: KLPenalty | None, ref_logp: torch.Tensor | None) -> None:
     require_type(
         kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty such as hpo_core.kl.k3(beta), got {!r}", kl
     )
-    check(
-        (kl is None) == (ref_logp is None), "kl: ref_logp and kl go together, got only {}", "kl" if kl else "ref_logp"
-    )
+    check(kl is None or ref_logp is not None, "kl: expected ref_logp beside it, got none; pass ref_logp=, or drop kl")
+    alone = "ref_logp: expected a penalty beside it, got none; pass kl=, such as hpo_core.kl.k3(beta), or drop ref_logp"
+    check(ref_logp is None or kl is not None, alone)
 
 
 def _compared(

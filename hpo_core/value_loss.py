@@ -132,7 +132,7 @@ def value_loss(
     check_device("values", values, batch.device, "the batch")
     check(
         (old_values is None) == (clip is None),
-        "old_values, clip: expected both or neither, got {} alone",
+        "old_values, clip: expected both or neither, got {} alone; pass the other, or drop it",
         "old_values" if clip is None else "clip",
     )
     check(clip is None or 0 <= clip < math.inf, "clip: expected a finite distance >= 0, got {}", clip)

@@ -23,7 +23,7 @@ INF = math.inf
 # Log-probabilities (first, second) of tokens: near each other, far, as far as statistics go, and beyond.
 PAIRS = [
     (-1.0, -1.0), (-1.0, -1.01), (-3.0, -2.5), (-8.31, -1.0), (-1.0, -8.31), (-0.5, -15.5), (-19.9, 0.0), (-2.0, -62.0),
-    (-70.0, -3.0), (-INF, -1.0), (-1.0, -INF),
+    (-70.0, -3.0),
 ]  # fmt: skip
 
 
@@ -95,13 +95,27 @@ def test_statistics_reach_as_far_as_they_say(statistic, native_backends):
 
 @pytest.mark.parametrize("statistic", Statistic)
 def test_a_token_without_a_log_ratio_has_no_statistic(statistic, native_backends):
-    """Nor is a probability of 0 under both policies a difference of 0: no such token was sampled."""
-    pairs = [(-INF, -INF), (math.nan, -1.0), (-1.0, -1.1)]
-    value = measured(statistic, *pairs[2])
+    """Nor has one of a probability of 0 under either policy, or under both: no such token was sampled."""
+    pairs = [(-INF, -INF), (math.nan, -1.0), (-INF, -1.0), (-1.0, -INF), (-1.0, INF), (-1.0, -1.1)]
+    value = measured(statistic, *pairs[-1])
     of_row = {"low": (value - 1e-6,) * 2, "high": (value + 1e-6,) * 2, "unit": Unit.TRAJECTORY}
     for backend, bounds in itertools.product(("reference", *native_backends), ({}, of_row)):
         found = factors(backend, pairs, Correction(Action.MASK, statistic=statistic, **bounds))
-        assert found[:2].isnan().all() and found[2] == 1, (backend, bounds)
+        assert found[:-1].isnan().all() and found[-1] == 1, (backend, bounds)
+
+
+def test_an_infinite_log_probability_of_the_sampler_takes_its_token_out(native_backends):
+    """Also of weights that are truncated, and of rows that lie whole in a chunk: it had the largest weight there is."""
+    batch, rollout = hpo.PackedBatch.from_lengths([3]), [-2.0, -INF, -2.1]
+    for backend, gate in itertools.product(
+        ("reference", *native_backends),
+        (gates.tis(), gates.tis(unit=Unit.TRAJECTORY), gates.decoupled(), gates.icepop(), gates.mis()),
+    ):
+        for wrong in (-INF, INF):
+            rollout[1] = wrong
+            out = loss_of(backend, batch, gate, logp=[-2.0] * 3, old_logp=[-2.0] * 3, rollout_logp=rollout)
+            assert out.grad[1] == 0 and bool((out.grad[[0, 2]] < -0.5).all()), (backend, gate.name)
+            assert out.metrics["bad_advantages"] == 1, (backend, gate.name)
 
 
 def test_far_tokens_do_not_cost_near_ones_their_digits(backend):

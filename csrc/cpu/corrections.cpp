@@ -51,7 +51,7 @@ HPO_INLINE void for_each_statistic(const Compared& from, const uint8_t* mask, in
     const int64_t at = begin + i;
     const Floats first = load_own<kWhole>(own, local.first + at), second = load_own<kWhole>(own, local.second + at);
     const Floats v = kStatistic == Statistic::log_ratio ? first - second : statistic_of(kStatistic, first, second);
-    body(i, part, v, but_not(counted<kWhole>(local, mask, at, own), is_nan(v)));
+    body(i, part, v, but_not(counted<kWhole>(local, mask, at, own), is_nan(v - v)));
   };
   for_each_vector(0, n, step, [] {});
 }

@@ -47,7 +47,10 @@ struct CorrectedWeights {
 
   HPO_INLINE Floats factor(Mask own, Ints negative, Floats from, Floats to) const {
     // One clamp has the bits of the three that saturate, truncate and bound the exponent.
-    if (truncates) return exp(clamp(from - to, by_sign<Floats>(negative, least), by_sign<Floats>(negative, most)));
+    if (truncates) {
+      const Floats log_ratio = from - to, zero_or_nan = log_ratio - log_ratio;
+      return exp(clamp(log_ratio, by_sign<Floats>(negative, least), by_sign<Floats>(negative, most))) + zero_or_nan;
+    }
     if (some_are_sure) {
       const Floats low = by_sign<Floats>(negative, rule.low), high = by_sign<Floats>(negative, rule.high);
       if (!any(but_not(own, surely_inside(rule.statistic, from, to, low, high)))) return all<Floats>(1.0f);
@@ -82,7 +85,7 @@ __attribute__((noinline)) void write_weights_of(const CorrectedWeights& of, cons
       weight *= local.factor(own, negative, load(local.first), load(local.second));
     } else if (!of_row.complete) {  // only such a row has tokens without a statistic, which are NaN
       const Floats log_ratio = load(local.first) - load(local.second);
-      weight = log_ratio != log_ratio ? log_ratio : weight;
+      weight += log_ratio - log_ratio;
     }
     // A vector may begin before the tile's own tokens, whose weights alone are stored.
     store_own<kWhole>(own, local.token_weight ? weight * load(local.token_weight) : weight, weights + i);

@@ -17,8 +17,8 @@ Common arguments:
     singleton: a group of one: ``"zero"`` (its advantage is 0), or ``"raw"`` (its reward is kept, as if its mean were 0
         and its deviation 1, to which eps is added, or of :func:`lite_ppo` that of the batch: what verl's loops do).
     step_rewards: ``[N]`` floating point, the immediate reward of each step. One that is NaN or infinite makes the
-        returns of its step and of the steps before it unknown, and the sum of its trajectory: what is unknown is in no
-        statistic and adds 0.
+        returns of its step and of the steps before it unknown, and the sum of its trajectory: unknown returns and sums
+        are in no statistic and add 0.
     trajectory_ids: ``[N]`` integers, the trajectory of each step, which may be its number inside the prompt; negative:
         none. Beside steps ``group_ids`` are ``[N]``, too (:meth:`~hpo_core.PackedBatch.ids_of_steps` makes both). A
         step without a prompt or a trajectory is as if it were not there.

@@ -124,7 +124,7 @@ def hiper(
 
     Args:
         switches: ``[N]`` bool, whether a turn begins a sub-goal; the first turn of a trajectory always does.
-        low_values, high_values: ``[N]``, the critics; of the second only what stands at switches counts.
+        low_values, high_values: ``[N]``, the critics; of the second only the entries at switches count.
         switch_values: ``[N]``, of the switch; None: no such stream.
         is_truncated: ``[N]`` bool, whether the episode was cut off behind a turn that is the last of its trajectory:
             V_low of that turn, and V_high where its segment begins, then stand for the values behind it. None: all
@@ -132,8 +132,8 @@ def hiper(
         low_lam, high_lam: lambda inside sub-goals and over them.
         normalised: each stream centred and scaled over its own turns, ddof 0: ``(A - mean) / (std + eps)``.
 
-    What a NaN among rewards and values makes unknown is in no statistic and 0, as is a turn in no trajectory. The
-    penalties of the authors on turns that keep a sub-goal: :func:`hiper_rewards`.
+    An advantage that a NaN among rewards and values makes unknown is in no statistic and 0, as is that of a turn in no
+    trajectory. The penalties of the authors on turns that keep a sub-goal: :func:`hiper_rewards`.
 
     >>> out = hiper(torch.tensor([0.0, 0.1, 0.0, 1.0]), torch.zeros(4, dtype=torch.int64),
     ...             torch.tensor([True, False, True, False]), torch.tensor([0.3, 0.4, 0.5, 0.7]),

@@ -84,7 +84,7 @@ def gdpo(
         singleton: what a group of one has before the batch is normalised: 0 without lengths (``"zero"``), the weighted
             sum of its rewards with them, as in verl (``"raw"``), by default.
 
-    A unit that one reward does not score has nothing from that reward; what nothing scores is in no statistic.
+    A unit that one reward does not score has nothing from that reward; a unit that no reward scores is in no statistic.
 
     Traps: three frameworks, three second stages; NeMo-RL divides by the deviation without centring, which is not here.
 

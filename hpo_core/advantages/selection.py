@@ -124,8 +124,8 @@ def swarm_samples(
         flat: False: only groups whose rewards differ may be drawn, because others give no advantage. The paper leaves
             the choice to each node; the released code looks at no rewards.
 
-    Traps: what another model wrote is trained on as if this policy had written it: take its log-probabilities under
-    this policy as ``old_logp``. Rewards are this node's.
+    Traps: the tokens of another model are trained on as if this policy had written them: take their log-probabilities
+    under this policy as ``old_logp``. Rewards are this node's.
 
     >>> rewards, groups = torch.tensor([1.0, 0, 1, 1, 0, 1]), torch.tensor([0, 0, 7, 7, 9, 9])
     >>> swarm_samples(rewards, groups, groups == 0, seed=1, external=1, flat=False)

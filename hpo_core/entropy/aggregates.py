@@ -30,8 +30,8 @@ class Window:
         first, last: integers, ``first <= last``.
         aggregate: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
         boundary: a window that sticks out of its row. ``"full"``: undefined; ``"shrink"``: its part inside; ``"zero"``:
-            the row is 0 outside, so that every mean divides by the full width, and what is left out of a window counts
-            as 0, masked tokens, too, but a window without a valid token is undefined; ``"carry"``: an undefined
+            the row is 0 outside, so that every mean divides by the full width, and a token left out of a window counts
+            as 0, a masked one, too, but a window without a valid token is undefined; ``"carry"``: an undefined
             window, also one that ``invalid`` makes so, gets the mean of the row's defined ones, or the row's first
             valid value if it has none (the threshold statistic of ARES' code).
         invalid: masked tokens inside a window. ``"skip"``: they are left out (one valid token must remain);

@@ -252,7 +252,7 @@ def _truncated(cap: float | None, unit: Unit | None = None, reduction: Reduction
 
 def _band(low: float, high: float, unit: Unit | None = None, reduction: Reduction = Reduction.MEAN) -> Correction:
     bounds = _log_pair("ratio_low", low), _log_pair("ratio_high", high)
-    check(low <= 1 <= high, "ratio_low, ratio_high: expected ratios around 1, of equal policies, got {}, {}", low, high)
+    check(low <= 1 <= high, "ratio_low, ratio_high: expected ratio_low <= 1 <= ratio_high, got {}, {}", low, high)
     return Correction(Action.BAND, *bounds, unit, reduction)
 
 

@@ -96,7 +96,7 @@ def ce_gppo(
     high_weight: float = 1.0,
     ratio_dual: float = 3.0,
 ) -> RatioGate:
-    """CE-GPPO: PPO's clip, but what it clips keeps a gradient of fixed size (arXiv 2509.20712; its code).
+    """CE-GPPO: PPO's clip, but a clipped token keeps a gradient of fixed size (arXiv 2509.20712; its code).
 
     Beyond ``1 + eps_high`` with ``A >= 0`` the gradient is ``-w high_weight (1 + eps_high) A``; below ``1 - eps_low``
     with ``A < 0`` it is ``-w low_weight (1 - eps_low) A``; the loss there is multiplied by the same weight.

@@ -29,10 +29,11 @@ _LAST = ("kl_weight", "advantage_factor", "advantage_addend")
 SELECTED = tuple(f"selection_{name}" for name in ("weight", "low", "high", *_LAST))
 
 
-def check_entropy(entropy: MakesSelection, processes: int, penalty: str = "") -> None:
+def check_entropy(entropy: MakesSelection, processes: int, window: str, penalty: str = "") -> None:
     """Check that the trainer can call the method, and that what it measures is measured on all processes.
 
     Args:
+        window: the argument that takes an EntropyWindow.
         penalty: what to set where the loss has no KL penalty, which some methods weigh by tokens; empty where it has.
 
     Raises:
@@ -40,8 +41,9 @@ def check_entropy(entropy: MakesSelection, processes: int, penalty: str = "") ->
     """
     require_type(
         callable(entropy),
-        "entropy: expected a function that returns a Selection, got {}; an EntropyWindow goes to window=",
+        "entropy: expected a function that returns a Selection, got {}; an EntropyWindow goes to {}=",
         type(entropy),
+        window,
     )
     parameters = check_keywords("entropy", entropy, AVAILABLE)
     inner = getattr(entropy, "func", entropy)

@@ -85,9 +85,14 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         seen = fractions(out.metrics, gate)
         share = seen.pop("tokens") / float(tokens[counted])
         policy = float(out.metrics["loss"] - out.metrics["penalty"])
+        own_penalty = gate.penalty_coefficient > 0  # its share is not apart from that of the KL penalty
         logged = {
             "weighted_pg_loss" if of_samples is not None else "pg_loss": policy,
-            **({"kl_loss": (float(out.loss.detach()) - policy) / config.kl_loss_coef} if penalty else {}),
+            **(
+                {"kl_loss": (float(out.loss.detach()) - policy) / config.kl_loss_coef}
+                if penalty and not own_penalty
+                else {}
+            ),
             "total_loss": float(total.detach()),
             "ppo_ratio_clipfrac": share * seen.pop("clipped"),
             "policykl": -share * seen.pop("kl"),

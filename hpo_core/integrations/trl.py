@@ -22,7 +22,7 @@ except ImportError as error:
 
 from .. import aggregation
 from ..advantages.distributed import over_ranks
-from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of
+from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of, name_of
 from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, require_type
@@ -120,13 +120,21 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         require_type(
             isinstance(gate, RatioGate | None), "gate: expected a RatioGate such as gates.dapo(), got {!r}", gate
         )
-        require_type(advantage is None or callable(advantage), "advantage: expected an estimator, got {}", advantage)
+        require_type(
+            advantage is None or callable(advantage),
+            "advantage: expected an estimator such as advantages.rloo, got {!r}",
+            advantage,
+        )
         level, wanted = "row" if advantage is None else level_of(advantage), "row" if steps is None else "step"
         check(
             level == wanted,
-            "advantage: expected an estimator of {}s, got one of {}s; steps= says what the turns of completions are",
+            "advantage: expected an estimator of {}s, got {}, of {}s{}",
             wanted,
+            name_of(advantage) if callable(advantage) else "the default",
             level,
+            "; steps= says what the turns of completions are"
+            if "step" in (wanted, level)
+            else "; call it in your own loop",
         )
         if advantage is not None:
             ids = ("trajectory_ids", "anchor_ids") if level == "step" else ("weights",)
@@ -154,7 +162,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         gate, window, kl = said["gate"], said["window"], said["kl"]
         assert gate is not None
         if entropy is not None:
-            check_entropy(entropy, self.accelerator.num_processes, "set beta > 0" if kl is None else "")
+            check_entropy(entropy, self.accelerator.num_processes, "window", "set beta > 0" if kl is None else "")
         resolve("gates", torch.empty(0, device=self.accelerator.device), backend)  # fail now, not after a rollout
         selected = () if entropy is None else ("bounds",)
         check_needs(gate, gate_inputs, AVAILABLE, "" if self._has_sampler() else NO_SAMPLER, selected)

@@ -6,8 +6,8 @@ For token t with ``u_t = first_t - second_t``, ``p = e^first`` and ``q = e^secon
     v      = v_t, or its mean, sum, minimum or maximum over the valid tokens of t's segment
     factor = 1 or e^v where low <= v <= high, else 0;   or e^clamp(v, low, high)       |v| <= 20 in exponents
 
-A token whose u is NaN, as that of two equal infinities, has no statistic: it is in no segment, and its factor is NaN,
-with which the loss counts it and leaves it out. Masked tokens and tokens outside all leaves get 1. The result is the
+A token whose u is NaN or infinite has no statistic: it is in no segment, and its factor is NaN, with which the loss
+counts it and leaves it out. Masked tokens and tokens outside all leaves get 1. The result is the
 factor times ``token_weight``.
 """
 
@@ -80,7 +80,8 @@ def _factor(spec: CorrectionSpec, v: torch.Tensor, negative: torch.Tensor) -> to
 
 def _statistic(statistic: Statistic, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     # The log-ratio saturates, not the statistic, so that a bound on any statistic stays within reach.
-    u = (first - second).clamp(-SATURATION, SATURATION)
+    difference = first - second
+    u = torch.where(difference.isfinite(), difference.clamp(-SATURATION, SATURATION), torch.nan)
     p, q = torch.exp(first).clamp(max=1), torch.exp(second).clamp(max=1)
     if statistic is Statistic.LOG_RATIO:
         return u

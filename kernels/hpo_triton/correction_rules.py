@@ -80,7 +80,8 @@ def _signed_binary_kl(first, second, u):
 
 @triton.jit
 def statistic_of(first, second, STATISTIC: tl.constexpr):
-    """NaN where a token has none. The log-ratio saturates, not the statistic."""
+    """NaN where a token has none, because its log-ratio is NaN or infinite. The log-ratio saturates, not the
+    statistic."""
     difference = first - second
     u = clamp(difference, -SATURATION, SATURATION)
     if STATISTIC == LOG_RATIO:
@@ -93,7 +94,8 @@ def statistic_of(first, second, STATISTIC: tl.constexpr):
         value = _signed_binary_kl(first, second, u)
     else:
         value = _probability_difference(first, second)
-    return tl.where(difference == difference, value, difference)
+    zero_or_nan = difference - difference
+    return tl.where(zero_or_nan == 0.0, value, zero_or_nan)
 
 
 @triton.jit

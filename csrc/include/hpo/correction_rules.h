@@ -48,16 +48,18 @@ HPO_INLINE F signed_binary_kl(F first, F second, F u, const RatioOf& ratio_of) {
   return d > zero ? kl : (d < zero ? -kl : zero);
 }
 
-// The statistic of one token; NaN where it has none. The log-ratio saturates, not the statistic. ratio_of(u): e^u of |u| <= 87.
+// The statistic of one token; NaN where it has none, because its log-ratio is NaN or infinite. The log-ratio saturates, not the
+// statistic. ratio_of(u): e^u of |u| <= 87.
 template <class F, class RatioOf>
 HPO_INLINE F statistic_of(Statistic statistic, F first, F second, const RatioOf& ratio_of) {
-  const F u = clamp(first - second, all<F>(-kSaturation), all<F>(kSaturation));
+  const F difference = first - second, u = clamp(difference, all<F>(-kSaturation), all<F>(kSaturation));
   F value = u;
   if (statistic == Statistic::k2) value = all<F>(0.5f) * u * u;
   if (statistic == Statistic::k3) value = k3(-clamp(u, all<F>(-kExponentBound), all<F>(kExponentBound)));
   if (statistic == Statistic::probability) value = probability_difference(first, second, ratio_of);
   if (statistic == Statistic::binary_kl) value = signed_binary_kl(first, second, u, ratio_of);
-  return u != u ? u : value;
+  const F zero_or_nan = difference - difference;
+  return zero_or_nan == F{} ? value : zero_or_nan;
 }
 
 template <class F>

@@ -328,8 +328,14 @@ def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
     fix = ""
     if kind == "PackedBatch" and hasattr(value, "batch"):  # of a micro-batch
         fix = "; pass its .batch"
-    elif kind == "PackedBatch" and isinstance(value, Tensor):
-        fix = "; PackedBatch.from_padded(mask) is one"
+    elif kind == "PackedBatch":
+        fix = (
+            "; PackedBatch.from_padded(mask) is one"
+            if isinstance(value, Tensor)
+            else "; PackedBatch.from_lengths makes one"
+        )
+    elif kind == "RatioGate" and isinstance(value, str):
+        fix = "; the functions of hpo_core.gates make one"
     require_type(isinstance(value, expected), "{}: expected a {}, got {}{}", name, kind, got, fix)
     return _examined_fields(name, value) if isinstance(value, tuple) else value
 

@@ -159,6 +159,10 @@ def _tensor_meant(name: str, value: Any) -> str:
         return "; the functions of hpo_core.aggregation make one"
     if hasattr(value, "logits"):
         return "; pass its .logits"
+    if hasattr(value, "cu_seqlens") and hasattr(value, name):
+        return f"; pass its .{name}"
+    if isinstance(value, int | float):
+        return f"; make one of that shape, such as torch.full((n,), {value})"
     of_names = isinstance(value, list | tuple) and any(isinstance(each, str | bytes) for each in value)
     if of_names or (name.partition("[")[0].endswith("ids") and not callable(value)):
         return "; convert it with hpo_core.segments.ids_of"

@@ -205,7 +205,7 @@ def _refuse_positive(positive: dict[str, torch.Tensor], group: torch.distributed
     found = {name: count for name, count in zip(positive, counts, strict=True) if count}
     check(
         not found,
-        "{}: expected log-probabilities, which are never above 0, got {} valid tokens above it; pass the negative of "
+        "{}: expected log-probabilities, which are never above 0, got {} valid tokens above 0; pass the negative of "
         "cross-entropies, the .log() of probabilities, and of (logp, entropy) the first; with log-densities of "
         "continuous actions, which may be above 0, call metrics.raise_for_flags() without HPO_CORE_DEBUG",
         ", ".join(found),

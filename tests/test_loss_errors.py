@@ -41,7 +41,7 @@ def error_cases():
             "logp: expected float32, got float64; use .float(), or backend='reference'",
         ),
         ({"logp": torch.zeros(TOKENS, dtype=torch.int64)}, TypeError, "logp: expected float32, got int64"),
-        ({"logp": elsewhere}, ValueError, "device cpu (that of the batch), got meta; use logp.to('cpu')"),
+        ({"logp": elsewhere}, ValueError, "device cpu (that of the batch), got meta; use batch.to('meta')"),
         # constants
         ({"old_logp": logp[:5]}, ValueError, "old_logp: expected shape [T] (that of logp) = [12], got [5]"),
         ({"old_logp": logp.bfloat16()}, TypeError, "old_logp: expected float32, got bfloat16; 16-bit rounding"),
@@ -104,8 +104,8 @@ def error_cases():
             "domain_ids: the gate has a level or correction of domains, and the batch has none; pass domain_ids [S]",
         ),
         # penalty
-        ({"kl": kl.k3(0.1)}, ValueError, "kl: ref_logp and kl go together, got only kl"),
-        ({"ref_logp": logp}, ValueError, "kl: ref_logp and kl go together, got only ref_logp"),
+        ({"kl": kl.k3(0.1)}, ValueError, "kl: expected ref_logp beside it, got none"),
+        ({"ref_logp": logp}, ValueError, "ref_logp: expected a penalty beside it, got none"),
         ({"kl": 0.1, "ref_logp": logp}, TypeError, "kl: expected a penalty such as hpo_core.kl.k3(beta), got 0.1"),
         ({"kl": kl.k3(0.1), "ref_logp": logp.half()}, TypeError, "ref_logp: expected float32, got float16; 16-bit"),
         # window

@@ -78,7 +78,7 @@ def test_the_single_call_takes_a_padded_mask():
         ({"window": entropy.ares()}, ValueError, "entropy: a window needs the entropies [T]; pass entropy="),
         ({"batch": "all"}, TypeError, "batch: expected a PackedBatch or a mask [B, L], got <class 'str'>"),
         ({"logp": torch.zeros(12).half()}, TypeError, "logp: expected float32, got float16"),
-        ({"kl": kl.k3(0.1)}, ValueError, "kl: ref_logp and kl go together"),
+        ({"kl": kl.k3(0.1)}, ValueError, "kl: expected ref_logp beside it"),
     ],
 )
 def test_errors_of_the_single_call(example, keywords, error, message):

@@ -427,6 +427,7 @@ def as_batch(batch: PackedBatch | torch.Tensor) -> PackedBatch:
     expected = "batch: expected a PackedBatch or a mask [B, L], got "
     of_rows = "; PackedBatch.from_lengths(lengths) is one of packed rows"
     fix = "; pass its .batch" if isinstance(batch, MicroBatch) else of_rows
+    fix = "; use torch.as_tensor(mask)" if hasattr(batch, "__array__") else fix
     require_type(isinstance(batch, torch.Tensor), expected + "{}" + fix, type(batch))
     batch = examined("batch", batch)
     check(batch.dim() == 2, expected + "a tensor {}" + of_rows, list(batch.shape))

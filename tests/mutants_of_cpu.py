@@ -121,6 +121,16 @@ MUTANTS = {
         "test_corrections.test_corrections_in_the_loss_are_those_of_the_op",
         {"gate": "sapo", "joined": "of tokens and two of rows"},
     ),
+    "cpu: an infinite log-ratio has a truncated weight": Mutant(
+        "cpu", "cpu/gates_weights.h",
+        "return exp(exponent) + zero_or_nan;", "return exp(exponent);",
+        "test_corrections.test_an_infinite_log_probability_of_the_sampler_takes_its_token_out", {},
+    ),
+    "cpu: an infinite log-ratio saturates in a segment": Mutant(
+        "cpu", "cpu/corrections.cpp",
+        "is_nan(v - v)", "is_nan(v)",
+        "test_corrections.test_an_infinite_log_probability_of_the_sampler_takes_its_token_out", {},
+    ),
     "cpu: the second correction of a row takes the place of the first": Mutant(
         "cpu", "cpu/corrections.cpp",
         "factor.by_sign[sign] *= factor_of(each->rule, sign, v);",

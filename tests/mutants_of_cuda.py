@@ -275,6 +275,11 @@ MUTANTS = {
         "warp_sum(found.coarse)", "0",
         "test_corrections.test_far_tokens_do_not_cost_near_ones_their_digits", {},
     ),
+    "cuda: an infinite log-ratio has a statistic": Mutant(
+        "cuda_emulated", "include/hpo/correction_rules.h",
+        "zero_or_nan == F{} ? value : zero_or_nan", "difference == difference ? value : zero_or_nan",
+        "test_corrections.test_an_infinite_log_probability_of_the_sampler_takes_its_token_out", {},
+    ),
     "cuda: a statistic saturates, and not its log-ratio": Mutant(
         "cuda_emulated", "include/hpo/correction_rules.h",
         "all<F>(0.5f) * u * u", "clamp(0.5f * u * u, all<F>(-kSaturation), all<F>(kSaturation))",

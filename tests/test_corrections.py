@@ -23,7 +23,7 @@ INF = math.inf
 # Log-probabilities (first, second) of tokens: near each other, far, as far as statistics go, and beyond.
 PAIRS = [
     (-1.0, -1.0), (-1.0, -1.01), (-3.0, -2.5), (-8.31, -1.0), (-1.0, -8.31), (-0.5, -15.5), (-19.9, 0.0), (-2.0, -62.0),
-    (-70.0, -3.0),
+    (-70.0, -3.0), (-99.0, -1.0), (-1.0, -99.0),
 ]  # fmt: skip
 
 

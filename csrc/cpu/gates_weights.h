@@ -49,7 +49,8 @@ struct CorrectedWeights {
     // One clamp has the bits of the three that saturate, truncate and bound the exponent.
     if (truncates) {
       const Floats log_ratio = from - to, zero_or_nan = log_ratio - log_ratio;
-      return exp(clamp(log_ratio, by_sign<Floats>(negative, least), by_sign<Floats>(negative, most))) + zero_or_nan;
+      const Floats exponent = clamp(log_ratio, by_sign<Floats>(negative, least), by_sign<Floats>(negative, most));
+      return exp(exponent) + zero_or_nan;
     }
     if (some_are_sure) {
       const Floats low = by_sign<Floats>(negative, rule.low), high = by_sign<Floats>(negative, rule.high);

@@ -113,6 +113,9 @@ def test_difficulty_and_targets():
     missing, prompts = torch.tensor([4.0, math.nan, 10.0]), torch.tensor([0, 0, 1])
     given = missing, torch.zeros(3, dtype=torch.int64), E.AresTargets.start()
     assert E.ares_targets(*given, prompts, compat="code").target[0] == 7
+    # A response of no prompt has a difficulty, but no say.
+    given = torch.tensor([5.0, 10.0]), torch.tensor([0, 0]), E.AresTargets.start(), torch.tensor([-1, 0])
+    assert E.ares_targets(*given, compat="code").target[0] == 10
     moved = E.ares_targets(counts, levels, E.AresTargets(torch.tensor([1.0, 9, 2.4]), state.alpha), memory=0.75)
     close(moved.target, [2, 9, 2.4])
 

@@ -504,3 +504,6 @@ def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_agg_mode"):
         of_roll(batch, batch.logp, loss_agg_mode="mean")
+    variant = SimpleNamespace(pg_variant="cispo")
+    with pytest.raises(ValueError, match=r"actor_train\.pg_variant: expected 'ppo' or none, got 'cispo'"):
+        of_roll(batch, batch.logp, actor_train=variant)

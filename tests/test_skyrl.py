@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import math
 import pickle
 import typing
 
@@ -211,7 +212,7 @@ def test_refusals(skyrl, ours):
 def test_a_gate_of_the_samplers_ratio_has_the_gradient_of_dppo(skyrl, ours):
     """And reads no recomputed old policy, so that it may train fully asynchronously."""
     batch, config = Batch(), configuration(policy_loss_type="dppo")
-    ours.register("mine", hpo.gates.dppo_tv(0.2, 0.2, channel=hpo.gates.Channel.TOTAL))
+    ours.register("mine", hpo.gates.dppo_tv(0.2, 0.2, math.inf, hpo.gates.Channel.TOTAL))
     _, expected = gradient(call(skyrl, "dppo", batch, batch.advantages, config), batch.logp)
     batch.old = batch.old - 1.0
     _, found = gradient(call(skyrl, "mine", batch, batch.advantages, configuration()), batch.logp)

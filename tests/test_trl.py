@@ -85,6 +85,10 @@ def test_one_micro_batch_equals_trl(setting, tmp_path):
     token_weight = torch.rand(ROWS, LENGTH) * 2
     for weight in (token_weight, token_weight[:, :1]) if kind != "vespo" else ():  # there this is refused
         assert_same_loss(trainer, inputs | {"importance_sampling_ratio": weight}, scored)
+    if kind != "vespo":  # switched off by a callback: rollouts in the buffer keep their weights, the loss takes none
+        trainer.vllm_importance_sampling_correction = False
+        assert_same_loss(trainer, inputs | {"importance_sampling_ratio": token_weight}, scored)
+        trainer.vllm_importance_sampling_correction = True
     trainer.use_vllm = False
     if "off_policy_mask_threshold" in config:
         sampler = inputs["old_per_token_logps"] + torch.tensor([math.nan, 0.1, 0.3] * (LENGTH // 3))

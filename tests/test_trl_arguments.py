@@ -337,10 +337,22 @@ def test_what_is_no_entropy_method_is_refused(extra, message, tmp_path):
 
 
 def test_an_entropy_method_that_measures_one_process_is_refused_on_two():
-    check_entropy(hpo.entropy.aepo_ruc, 1)
-    check_entropy(hpo.entropy.archer, 2)
+    check_entropy(hpo.entropy.aepo_ruc, 1, "window")
+    check_entropy(hpo.entropy.archer, 2, "window")
     with pytest.raises(ValueError, match="entropy: aepo_ruc fits its state on one process, and here are 2"):
-        check_entropy(hpo.entropy.aepo_ruc, 2)
+        check_entropy(hpo.entropy.aepo_ruc, 2, "window")
+
+
+def test_a_gate_of_the_samplers_ratio_is_not_weighed_again(tmp_path):
+    gate = hpo.gates.dppo_tv(channel=hpo.gates.Channel.TOTAL)
+    trainer, (inputs, scored) = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": gate}), micro_batch()
+    trainer.current_gradient_accumulation_steps = 1
+    given = inputs | {"sampling_per_token_logps": inputs["old_per_token_logps"], "importance_sampling_ratio": 2.0}
+    _, expected, _ = loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, given, scored)
+    assert expected.any()  # without vLLM no weight is TRL's
+    trainer.use_vllm = True
+    with pytest.raises(ValueError, match=r"vllm_importance_sampling_correction: expected False, .* the gate 'dppo_tv'"):
+        loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, given, scored)
 
 
 def test_every_gate_of_the_demo_trains(tmp_path):

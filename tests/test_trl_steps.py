@@ -102,9 +102,13 @@ def test_one_turn_in_one_place_is_grpo_twice(tmp_path):
 
 def test_what_does_not_fit_is_refused(tmp_path):
     for extra, message in (
-        ({"advantage": hpo.advantages.gigpo}, "expected an estimator of rows, got one of steps; steps= says"),
-        ({"advantage": hpo.advantages.grpo, "steps": list}, "expected an estimator of steps, got one of rows"),
-        ({"steps": list}, "expected an estimator of steps, got one of rows"),
+        (
+            {"advantage": hpo.advantages.reinforce_pp},
+            "expected an estimator of rows, got reinforce_pp, of tokens; call",
+        ),
+        ({"advantage": hpo.advantages.gigpo}, "expected an estimator of rows, got gigpo, of steps; steps= says"),
+        ({"advantage": hpo.advantages.grpo, "steps": list}, "expected an estimator of steps, got grpo, of rows"),
+        ({"steps": list}, "expected an estimator of steps, got the default, of rows"),
     ):
         with pytest.raises(ValueError, match=f"advantage: {message}"):
             build(hpo_trl.HPOTrainer, tmp_path, extra=extra)

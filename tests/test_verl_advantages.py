@@ -198,6 +198,14 @@ def through_verl(name, padded, **settings):
     return ray_trainer.compute_advantage(data, adv_estimator=name, config=algorithm.AlgoConfig(**settings)).batch
 
 
+def test_returns_of_tokens_are_those_of_verl():
+    padded = Padded(2, tools=False)
+    settings = {"gamma": 0.9}
+    expected, ours = (through_verl(name, padded, **settings) for name in ("reinforce_plus_plus", "hpo_reinforce_pp"))
+    torch.testing.assert_close(ours["returns"], expected["returns"] * padded.mask)
+    assert not torch.equal(ours["returns"], padded.rewards)
+
+
 def test_every_estimator_is_registered():
     padded = Padded(4)
     for name in verl.ESTIMATORS:

@@ -267,6 +267,16 @@ def test_errors_say_what_to_set():
 # ------------------------------------------------------------------------------------------------ the sampler, prompts
 
 
+def test_a_gate_of_the_samplers_ratio_takes_no_weights_of_it():
+    hpo_verl.register("hpo_total", gates.dppo_tv(channel=gates.Channel.TOTAL))
+    batch, config = Rollout(), actor("hpo_total", loss_agg_mode="token-mean")
+    sampler = batch.fields["rollout_log_probs"] = [old - 0.1 for old in batch.fields["old_log_probs"]]
+    run(batch, config)
+    batch.fields["rollout_is_weights"] = sampler
+    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction: its weights and the gate 'dppo_tv' correct"):
+        run(batch, config)
+
+
 @pytest.mark.parametrize("name", ["icepop", "tis", "mis", "decoupled", "hispo"])
 def test_gates_take_the_sampler_s_log_probabilities_from_the_rows(name):
     gate = getattr(gates, name)()

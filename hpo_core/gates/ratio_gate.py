@@ -355,6 +355,12 @@ class RatioGate(Short):
         return any(correction.channel is Channel.DISCREPANCY for correction in self.corrections)
 
     @property
+    def corrects_sampler(self) -> bool:
+        """Whether the gate accounts for the difference of the sampler from the trainer, by a correction or because its
+        ratio is to the sampler. A weight of the trainer for it would count the difference twice."""
+        return self.needs_rollout or self.channel is Channel.TOTAL
+
+    @property
     def has_fast_path(self) -> bool:
         """Whether nothing has to be prepared for kernels but what every gate takes."""
         return self._facts[1]

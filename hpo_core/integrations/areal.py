@@ -91,7 +91,7 @@ def grpo_loss_fn(
     coupled = "" if use_decoupled_loss else "with actor.use_decoupled_loss=false there is one old policy"
     check_gate(gate, "AReaL", one_policy=coupled)
     check(
-        rejection_sampling is None or not gate.needs_rollout,
+        rejection_sampling is None or not gate.corrects_sampler,
         "actor.rejection_sampling: it and the gate {!r} correct the same difference; set it to null",
         gate.name,
     )

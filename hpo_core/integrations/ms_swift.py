@@ -73,7 +73,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         }  # fmt: skip
         check_unread(self.gate, "swift", given, _UNSET)
         check(
-            self.rollout_importance_sampling_mode is None or not self.gate.needs_rollout,
+            self.rollout_importance_sampling_mode is None or not self.gate.corrects_sampler,
             "rollout_importance_sampling_mode: {!r} and the gate {!r} correct the same difference; leave it out",
             self.rollout_importance_sampling_mode,
             self.gate.name,

@@ -118,7 +118,7 @@ def _gate(config: Any) -> RatioGate:
     anchored = "with --use_vllm_logprobs there is one old policy" if config.use_vllm_logprobs else ""
     check_gate(gate, "open-instruct", one_policy=anchored)
     check(
-        not (gate.needs_rollout and config.use_rho_correction),
+        not (gate.corrects_sampler and config.use_rho_correction),
         "use_rho_correction: it and the gate {!r} correct the same difference; set it to False",
         gate.name,
     )

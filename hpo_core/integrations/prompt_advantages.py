@@ -11,6 +11,7 @@ import torch
 from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of, name_of
 from ..batch import PackedBatch
 from ..checks import check, require_type
+from ..segments import scan
 
 # Estimators that need no more than is given here: outcomes or token rewards, the mask, and the prompt of each response.
 ESTIMATORS = (
@@ -112,7 +113,11 @@ def prompt_advantages(
         return estimator(flat, **accepted_keywords(estimator, flat, **told, **asked))
 
     if level_of(estimator) == "token":
-        return called(token_level_rewards, tokens, slice(None)).reshape(mask.shape), token_level_rewards
+        batch, rewards = PackedBatch.from_padded(mask), torch.where(mask, token_level_rewards, 0.0).flatten()
+        gains = torch.where(mask, settings.get("gamma", 1.0), 1.0).flatten()
+        returns = scan(rewards, gains, batch.cu_seqlens, backend).to(rewards.dtype).reshape(mask.shape)
+        advantages = called(token_level_rewards, tokens, slice(None)).reshape(mask.shape)
+        return advantages, torch.where(mask, returns, 0.0)
     last = rows if runs is None else torch.tensor(_last_rows(runs), device="cpu").to(mask.device)
     lengths, in_group = (torch.zeros_like(tokens).index_add(0, each, tokens) for each in (last, groups))
     counted = ((last == rows) & (in_group[groups] > 0)).nonzero().squeeze(1)

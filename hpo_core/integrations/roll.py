@@ -20,6 +20,7 @@ except ImportError as error:
 
 from .. import gates, kl
 from ..batch import PackedBatch
+from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
 from ..specs import Unit
@@ -124,6 +125,13 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
 
 def _gate(config: Any) -> RatioGate:
     """The gate of ``HPO_GATE``, or the gate that the yaml describes."""
+    variant = getattr(getattr(config, "actor_train", None), "pg_variant", None)
+    check(
+        variant in (None, "ppo"),
+        "actor_train.pg_variant: expected 'ppo' or none, got {!r}, which ROLL's ActorPGWorker reads and this worker "
+        "does not; leave it out, and name a gate in HPO_GATE, such as cispo()",
+        variant,
+    )
     given = {name: getattr(config, name, value) for name, value in _UNSET.items()}
     gate = environment_gate_beside("ROLL", given, _UNSET)
     if gate is None:

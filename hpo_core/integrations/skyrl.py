@@ -115,7 +115,7 @@ def _policy_loss(
     corrected = config.off_policy_correction
     check_sampler(gate, rollout_logprobs, "generator.sampling_params.logprobs")
     check(
-        not gate.needs_rollout or corrected.tis_ratio_type is None,
+        not gate.corrects_sampler or corrected.tis_ratio_type is None,
         "off_policy_correction.tis_ratio_type: {!r} and the gate {!r} correct the same difference; set it to null",
         corrected.tis_ratio_type,
         gate.name,

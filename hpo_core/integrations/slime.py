@@ -72,7 +72,7 @@ def reduced_loss(
     flag = "use_tis" if args.use_tis else "get_mismatch_metrics"
     corrects = getattr(args, flag, False)
     check(
-        not (gate.needs_rollout and corrects),
+        not (gate.corrects_sampler and corrects),
         "{}: it and the gate {!r} correct the same difference; leave it out",
         flag,
         gate.name,

@@ -166,12 +166,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         resolve("gates", torch.empty(0, device=self.accelerator.device), backend)  # fail now, not after a rollout
         selected = () if entropy is None else ("bounds",)
         check_needs(gate, gate_inputs, AVAILABLE, "" if self._has_sampler() else NO_SAMPLER, selected)
-        check(
-            not (gate.needs_rollout and config.use_vllm and config.vllm_importance_sampling_correction),
-            "vllm_importance_sampling_correction: expected False, got True; the gate {!r} corrects what vLLM's "
-            "log-probabilities differ by, and TRL would do it again",
-            gate.name,
-        )
+        self._check_sampler(gate)
         check(
             (Unit.DOMAIN in gate.units) == (domain is not None),
             "domain: the gate {!r} has a level of domains; name the dataset's column that tells them apart"
@@ -187,6 +182,18 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             gate, kl, advantage, steps, domain, window, entropy, entropy_penalty, gate_inputs, backend,
             self.accelerator.num_processes,
         )  # fmt: skip
+
+    def _weighs_samples(self) -> bool:
+        """Whether TRL's loss multiplies by its weights of the sampler now: a callback may switch them."""
+        return bool(self.use_vllm and self.vllm_importance_sampling_correction)
+
+    def _check_sampler(self, gate: RatioGate) -> None:
+        check(
+            not (gate.corrects_sampler and self._weighs_samples()),
+            "vllm_importance_sampling_correction: expected False, got True; the gate {!r} corrects what vLLM's "
+            "log-probabilities differ by, and TRL would do it again",
+            gate.name,
+        )
 
     def _has_sampler(self) -> bool:
         """Whether completions come with the log-probabilities of what sampled them."""
@@ -368,7 +375,9 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
                 gate_inputs, logps.shape, advantages, logp=logps.detach(), entropy=entropies, batch=batch,
                 old_logp=logps.detach() if old_logps is None else old_logps, seed=self.state.global_step,
             )  # fmt: skip
-        token_weight = inputs.get("importance_sampling_ratio")  # of the trainer's policy to vLLM's: [B, L] or [B, 1]
+        self._check_sampler(gate)
+        # Of the trainer's policy to vLLM's: [B, L] or [B, 1].
+        token_weight = inputs.get("importance_sampling_ratio") if self._weighs_samples() else None
         found = policy_loss(
             logps,
             old_logps,

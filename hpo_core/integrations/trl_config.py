@@ -7,8 +7,6 @@ from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
-from trl import GRPOConfig  # type: ignore[attr-defined,import-not-found,unused-ignore]
-
 from .. import gates
 from ..arguments import check_choice
 from ..checks import check
@@ -128,7 +126,7 @@ def check_config(args: Any, given: Collection[str]) -> None:
     """Raise for a field that would have no effect: unsupported, or replaced by one of the arguments ``given``."""
 
     def check_default(name: str, why: str) -> None:
-        default, value = GRPOConfig.__dataclass_fields__[name].default, getattr(args, name)
+        default, value = type(args).__dataclass_fields__[name].default, getattr(args, name)
         check(value == default, "{}: expected its default {!r}, got {!r}; {}", name, default, value, why)
 
     for argument in given:

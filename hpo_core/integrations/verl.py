@@ -197,7 +197,7 @@ def _policy_loss(
     micro_batch = current()
     _check_micro_batch(loss, gate, micro_batch, config)
     check(
-        rollout_is_weights is None or not gate.needs_rollout,
+        rollout_is_weights is None or not gate.corrects_sampler,
         "algorithm.rollout_correction: its weights and the gate {!r} correct the same difference; set it to null",
         gate.name,
     )

@@ -62,8 +62,8 @@ def _pointed(function: Any) -> str | None:
 
 def constants(function: Function) -> Function:
     """The function on constants of the differentiation, in the precision of kernels: each floating-point tensor among
-    the arguments, or in a list of them, in float32. The reference keeps float64. Log-probabilities and entropies in 16
-    bits, which are too coarse for differences, are an error."""
+    the arguments, or in a list of them, in float32. The reference keeps float64. Log-probabilities in 16 bits, which
+    are too coarse for differences, are an error."""
     names = parameter_names(function)
 
     @functools.wraps(function)
@@ -85,7 +85,7 @@ def constant(values: Tensor, backend: str | None) -> Tensor:
 
 def _constant_parts(name: str, value: Any, backend: str | None) -> Any:
     if isinstance(value, Tensor):
-        if name.endswith(("logp", "entropy")):
+        if name.endswith("logp"):
             check_precise(name, value)
         return constant(value, backend) if value.is_floating_point() else value
     if type(value) in (list, tuple):
@@ -195,6 +195,7 @@ def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any
     if _is_number(kind, value):
         is_held = kind != "int" or -(2**63) <= value < 2**63
         check(is_held, "{}: expected an integer that 64 bits hold, as tensors have them, got {}", name, value)
+        check(value == value, "{}: expected a number, got nan", name)
         return as_float(name, value) if kind == "float" else value if type(value) is int else int(value)
     one = "; pass one number"
     fixes = {str: "; write it without quotes", Tensor: "; use .item()", list: one, tuple: one}
@@ -205,7 +206,6 @@ def _examined_number(kind: str, is_optional: bool, name: str, value: Any) -> Any
 
 def as_float(name: str, number: SupportsFloat) -> float:
     """The number as a float: kernels know no number of NumPy and no fraction."""
-    check(number == number, "{}: expected a number, got nan", name)
     try:
         return float(number)
     except OverflowError:

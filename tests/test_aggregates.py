@@ -156,7 +156,7 @@ def test_errors():
         stopped_group(split=True), aggregates={"group": one},
     )  # fmt: skip
     refused(
-        r"aggregates\['group'\]: expected device cpu .*; use aggregates\['group'\].to\('cpu'\)",
+        r"aggregates\['group'\]: expected device cpu .*; use batch.to\('meta'\)",
         stopped_group(),
         aggregates={"group": one.to("meta")},
     )

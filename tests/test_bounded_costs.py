@@ -114,7 +114,8 @@ def test_offsets_rewritten_during_calls(native_backends):
         import threading
         import torch
         import hpo_core as hpo
-        from hpo_core.segments import recurrence, statistics
+        from hpo_core import ops
+        from hpo_core.segments import statistics
 
         def call_all(backend, rows, calls):
             tokens, number = 20 * rows, 5000  # more units than CUDA handles without a table
@@ -143,7 +144,7 @@ def test_offsets_rewritten_during_calls(native_backends):
                     torch.ops.hpo_core.row_counts(None, offsets, tokens, backend)
                     torch.ops.hpo_core.row_spans(x > 0, offsets, tokens, backend)
                     torch.ops.hpo_core.covariance(x, x[:rows], offsets, None, None, [0.0] * 4, 1, 0, backend)
-                    recurrence(x, x, offsets, backend=backend)
+                    ops.recurrence(x.double(), x.double(), offsets, backend)
                     statistics(values, ids, backend=backend)
                     hpo.token_logprobs(torch.zeros(32, 100), targets, backend=backend)
             finally:

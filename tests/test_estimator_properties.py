@@ -473,7 +473,8 @@ def test_inputs_are_constants_in_the_precision_of_kernels(call):
     float32. No gradient flows to an input."""
     plain = results(call, torch.Tensor.float)
     assert bits(*plain) == bits(*results(call, lambda values: values.double() * (1 + 1e-12)))
-    assert bits(*plain) == bits(*results(call, torch.Tensor.bfloat16))
+    if not any(name.endswith("logp") for name in call.arguments):  # these are refused in 16
+        assert bits(*plain) == bits(*results(call, torch.Tensor.bfloat16))
     assert not any(each.requires_grad for each in results(call, lambda values: values.float().clone().requires_grad_()))
 
 

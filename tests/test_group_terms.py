@@ -235,7 +235,7 @@ def test_errors_name_the_argument():
     with pytest.raises(ValueError, match="share_eps"):
         combine([Term(values, ids)], share=Share.EQUAL, share_eps=math.inf)
     with pytest.raises(ValueError, match="coefficient: expected a finite"):
-        GroupTerm(coefficient=math.nan)
+        GroupTerm(coefficient=math.inf)
     with pytest.raises(TypeError, match=r"share: expected one of Share \(SUM, .*\), got 'sum'"):
         combine([Term(values, ids)], share="sum")
     wrong = {"eps": "0.1", "coefficient": None, "keep_singletons": "no", "scale": Center.MEAN}

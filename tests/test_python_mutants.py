@@ -47,7 +47,7 @@ MUTANTS = {
     ),
     "devices are not compared": mutant(
         "checks.py",
-        '    if tensor.device != device:\n        raise ValueError(\n', "    if False:\n        raise ValueError(\n",
+        "    if tensor.device != device:\n        # A batch", "    if False:\n        # A batch",
         ONE_STEP, name="hpo_core.advantages.hierarchical.gigpo", argument="positions", kind="meta",
     ),
     "what a batch has computed outlives its mask": mutant(

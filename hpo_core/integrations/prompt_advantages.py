@@ -88,7 +88,8 @@ def prompt_advantages(
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The function that such trainers call, by keyword: advantages and returns, all tensors ``[B, L]``. Prompts without
-    any valid token, with which trainers fill batches up, are in no statistic.
+    any valid token, with which trainers fill batches up, are in no statistic. The return of a token is the sum of the
+    rewards from it on, discounted by ``gamma``; of an estimator of rows it is the advantage.
 
     Args:
         index: ``[B]`` ids of prompts, of any kind.

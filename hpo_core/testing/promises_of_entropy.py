@@ -164,7 +164,8 @@ ROUNDED = {
 def _assert_exact_index(run: Run, example: ScoresExample, rules: Iterable[OrderRule]) -> None:
     for rule in rules:
         rounded = ROUNDED[rule][example.score.numel() % 3]
-        for numerator, denominator, count in ((example.numerator, example.denominator, 11), rounded):
+        own = example.numerator, example.denominator, max(example.score.numel(), 11)
+        for numerator, denominator, count in (own, rounded):
             drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(count), device="cpu").float()
             expected = float(rule.index(numerator, denominator, count))
             got = run(ScoresExample(drawn, numerator, denominator, rule)).item()

@@ -271,9 +271,8 @@ def check_tokens(batch: Any, **given: torch.Tensor | None) -> None:
     _check_of_batch(batch, batch.total_tokens, "[T] (one per token of the batch)", given)
 
 
-def check_row_offsets(cu_seqlens: torch.Tensor, tokens: int, fix: str = "") -> None:
-    """Check that offsets, which are read on the host, are those of rows inside the tokens."""
-    offsets = cu_seqlens.cpu()
+def check_row_offsets(offsets: torch.Tensor, tokens: int, fix: str = "") -> None:
+    """Check that ``cu_seqlens``, here offsets on the host, are those of rows inside the tokens."""
     check(
         int(offsets[0]) == 0,
         "cu_seqlens: expected a first offset of 0, got {}; lengths of rows are for PackedBatch.from_lengths",

@@ -42,7 +42,7 @@ HPO_INLINE Mask counted(const Compared& from, const uint8_t* mask, int64_t at, M
 }
 
 // Calls body(i, part, statistics, the tokens that have one) for the vectors of n tokens from `begin` on. Log-ratios do not
-// saturate yet, as few would.
+// saturate yet, as few would; infinite ones are no statistics.
 template <Statistic kStatistic, class Body>
 HPO_INLINE void for_each_statistic(const Compared& from, const uint8_t* mask, int64_t begin, int n, const Body& body) {
   const Compared local = from;

@@ -46,7 +46,8 @@ struct CorrectedWeights {
         most{exponent_of(0, INFINITY), exponent_of(1, INFINITY)} {}
 
   HPO_INLINE Floats factor(Mask own, Ints negative, Floats from, Floats to) const {
-    // One clamp has the bits of the three that saturate, truncate and bound the exponent.
+    // One clamp has the bits of the three that saturate, truncate and bound the exponent. An infinite log-ratio has no
+    // statistic, so its weight is NaN.
     if (truncates) {
       const Floats log_ratio = from - to, zero_or_nan = log_ratio - log_ratio;
       const Floats exponent = clamp(log_ratio, by_sign<Floats>(negative, least), by_sign<Floats>(negative, most));

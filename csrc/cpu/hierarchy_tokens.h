@@ -241,6 +241,7 @@ struct BlockGate {
 
   // The same of a fast-path tile, from begin to end.
   void finish_fast(const Call& call, int64_t first, int n, const float* weights, Tile& tile, Partial& partial) const {
+    // The loop stores the lanes of this row alone: the next row's gradient may be another thread's.
     float* grad = call.args.grad ? call.args.grad + first : tile.grad;
     plan.fast_loop(plan.term, leaf, plan.bounds, call.args, first, row, weights, terms, tile.loss, grad, n)
         .add_to(partial.slots);

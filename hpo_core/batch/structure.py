@@ -81,8 +81,8 @@ def checked_tensors(
 def check_structure(batch: PackedBatch) -> None:
     """Raises ValueError, naming the first row or step that is wrong. It reads the tensors on the host."""
     longer = "; pass a mask of all tokens, or total_tokens if the buffer is longer"
-    check_row_offsets(batch.cu_seqlens, batch.total_tokens, longer)
     offsets = batch.cu_seqlens.cpu()
+    check_row_offsets(offsets, batch.total_tokens, longer)
     if batch.cu_steps is not None:
         tiles = batch.cu_steps.cpu()
         check(

@@ -243,7 +243,7 @@ def _means_of_prompts(
     """The mean over the prompts of each difficulty of their mean count ``[3]`` float64, and whether there is one."""
     with shared_by(process_group):
         group = statistics(counts, group_ids, backend=backend)
-        counted = torch.isfinite(counts) & (group.members > 0)  # none of a response of no prompt
+        counted = torch.isfinite(counts) & (group.members > 0)  # a response of no prompt has no mean
         means = torch.where(counted, group.mean.float(), torch.nan)
         shares = (1 / group.members.clamp(min=1)).float()
         # One more unit for each difficulty, which is no member, gives it an entry.

@@ -86,14 +86,10 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         seen = fractions(out.metrics, gate)
         share = seen.pop("tokens") / float(tokens[counted])
         policy = float(out.metrics["loss"] - out.metrics["penalty"])
-        own_penalty = gate.penalty_coefficient > 0  # its share is not apart from that of the KL penalty
+        shows_kl = penalty and gate.penalty_coefficient == 0  # the gate's own penalty is not apart from it
         logged = {
             "weighted_pg_loss" if of_samples is not None else "pg_loss": policy,
-            **(
-                {"kl_loss": (float(out.loss.detach()) - policy) / config.kl_loss_coef}
-                if penalty and not own_penalty
-                else {}
-            ),
+            **({"kl_loss": (float(out.loss.detach()) - policy) / config.kl_loss_coef} if shows_kl else {}),
             "total_loss": float(total.detach()),
             "ppo_ratio_clipfrac": share * seen.pop("clipped"),
             "policykl": -share * seen.pop("kl"),

@@ -141,7 +141,7 @@ def _check_loss(args: Any, gate_given: bool) -> None:
     check(
         args.loss_type != "vespo" or gate_given or not (args.use_vllm and args.vllm_importance_sampling_correction),
         "vllm_importance_sampling_correction: with loss_type='vespo' TRL puts this weight into the sequence's ratio, "
-        "hpo_core does not; set it to False, or pass gate= with Channel.TOTAL",
+        "hpo_core does not; set it to False, and for TRL's ratio pass gate= with Channel.TOTAL",
     )
     check(
         args.beta == 0.0 or not args.use_bias_correction_kl or args.importance_sampling_level == "token",

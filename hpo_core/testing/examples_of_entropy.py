@@ -32,7 +32,10 @@ def random_window(seed: int = 0, *, layout: Layout | None = None, widest: int = 
     draw = layout.generator(2)
 
     width, first = 1 + below(draw, widest), below(draw, widest) - widest // 2
-    keywords = {"boundary": tuple(BOUNDARIES)[below(draw, 4)], "invalid": ("skip", "break")[below(draw, 2)]}
+    keywords = {
+        "boundary": tuple(BOUNDARIES)[below(draw, len(BOUNDARIES))],
+        "invalid": ("skip", "break")[below(draw, 2)],
+    }
     values = 2 * torch.rand(layout.tokens, generator=draw, dtype=torch.float32, device="cpu")
     return WindowExample(values, layout.batch(), first, first + width - 1, keywords)
 

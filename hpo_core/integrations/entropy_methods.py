@@ -29,21 +29,20 @@ _LAST = ("kl_weight", "advantage_factor", "advantage_addend")
 SELECTED = tuple(f"selection_{name}" for name in ("weight", "low", "high", *_LAST))
 
 
-def check_entropy(entropy: MakesSelection, processes: int, window: str, penalty: str = "") -> None:
+def check_entropy(entropy: MakesSelection, processes: int, window: str = "", penalty: str = "") -> None:
     """Check that the trainer can call the method, and that what it measures is measured on all processes.
 
     Args:
-        window: the argument that takes an EntropyWindow.
+        window: the argument that takes an EntropyWindow; empty where this one does.
         penalty: what to set where the loss has no KL penalty, which some methods weigh by tokens; empty where it has.
 
     Raises:
         TypeError, ValueError: naming what is missing, and the fix.
     """
+    expected = "a function" if window else "an EntropyWindow or a function"
+    fix = f"; an EntropyWindow goes to {window}=" if window else ""
     require_type(
-        callable(entropy),
-        "entropy: expected a function that returns a Selection, got {}; an EntropyWindow goes to {}=",
-        type(entropy),
-        window,
+        callable(entropy), "entropy: expected {} that returns a Selection, got {}{}", expected, type(entropy), fix
     )
     parameters = check_keywords("entropy", entropy, AVAILABLE)
     inner = getattr(entropy, "func", entropy)

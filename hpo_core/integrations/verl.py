@@ -126,7 +126,7 @@ def register(
         entropy = functools.partial(selected_by, entropy)
     if entropy is not None:
         # The number of ranks is not known yet: the check is that for several.
-        check_entropy(entropy, processes=2, window="entropy", penalty="pass kl=" if kl is None else "")
+        check_entropy(entropy, processes=2, penalty="pass kl=" if kl is None else "")
     if entropy_penalty is not None:
         check_keywords("entropy_penalty", entropy_penalty, PENALISED)
     require_type(kl is None or isinstance(kl, KLPenalty), "kl: expected a penalty of hpo_core.kl, got {}", type(kl))

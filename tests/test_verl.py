@@ -372,7 +372,7 @@ def test_register_refuses_what_is_no_gate():
         hpo_verl.register("hpo_wrong", "ppo_clip")
     with pytest.raises(TypeError, match=r"gate: expected .*, got the function gspo; call it: gspo\(\)"):
         hpo_verl.register("hpo_wrong", hpo.gates.gspo)
-    with pytest.raises(TypeError, match="entropy: expected an EntropyWindow or a function that returns .*, got <class 'int'>"):
+    with pytest.raises(TypeError, match="entropy: expected an EntropyWindow or a function that"):
         hpo_verl.register("hpo_wrong", hpo.gates.gspo(), entropy=1)
     hpo_verl.register("hpo_late", lambda config: hpo.gates.gspo)
     with pytest.raises(TypeError, match="gate: expected a RatioGate from the function of 'hpo_late', got the function"):

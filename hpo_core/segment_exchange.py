@@ -121,7 +121,11 @@ def _least(dtype: torch.dtype) -> float:
 
 
 def _span_of(batch: PackedBatch, units: tuple[Unit, ...], group: ProcessGroup) -> _Span:
-    return batch.once(_make_span, units, group, static=True)
+    span = batch.once(_make_span, units, group, static=True)
+    if span.slot.is_cuda:  # calls on any stream share these tensors, whose memory is free when no stream reads it
+        for tensor in (span.level, span.segment, span.slot, span.ranks):
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return span
 
 
 def _make_span(batch: PackedBatch, units: tuple[Unit, ...], group: ProcessGroup) -> _Span:

@@ -55,6 +55,11 @@ MUTANTS = {
         "(neighbour >= range_.begin) & (neighbour < range_.end)", "(neighbour >= 0) & (neighbour < tokens)",
         "test_entropy.test_no_window_crosses_a_border", {},
     ),
+    "triton: programs that share a scope do not know of the ties of others": Mutant(
+        "triton", "scopes.py",
+        "tied - rank - tl.sum(before)", "tied - rank",
+        "test_scopes.test_programs_share_the_only_scope", {"kind": "equal"},
+    ),
     "triton: a row carries the value of a masked token": Mutant(
         "triton", "windows.py",
         "tl.where(usable, token, range_.end)", "tl.where(token < range_.end, token, range_.end)",

@@ -254,14 +254,15 @@ def test_rows_too_long_for_the_cache_are_read_twice(backend, monkeypatch):
 
 @on_gpus
 def test_rows_at_once_fit_the_cache(backend):
-    """Three quarters of it; two blocks on each multiprocessor, or exactly four programs of Triton's."""
+    """Three quarters of it; two blocks on each multiprocessor or four programs of Triton's, and never fewer."""
     if backend != "triton":
         kernels = resolve("loss_from_logits", torch.zeros(1), backend)
         blocks, float32 = kernels.module.loss_from_logits_blocks, int(LogitType.FLOAT32)
         assert [blocks(rows, 1000, float32) for rows in (1, 5, 8, 1000)] == [1, 5, 8, 8]
-        assert [blocks(1000, columns, float32) for columns in (39_000, 60_000, 90_000, 100_000)] == [5, 3, 2, 0]
+        assert [blocks(1000, columns, float32) for columns in (24_576, 24_577, 39_000)] == [8, 0, 0]
+        assert [blocks(rows, 39_000, float32) for rows in (1, 5, 6)] == [1, 5, 0]
         assert blocks(1, 100_000, float32) == 1 and blocks(1, 200_000, float32) == 0
-        assert blocks(1000, 100_000, int(LogitType.BFLOAT16)) == 3
+        assert [blocks(rows, 100_000, int(LogitType.BFLOAT16)) for rows in (3, 4)] == [3, 0]
         return
     kernels = importlib.import_module("hpo_core._triton.loss_from_logits")
     with pytest.MonkeyPatch.context() as patch:

@@ -166,6 +166,18 @@ def test_long_segments(backend, kind):
         check_top(backend, case, torch.full((scopes,), length // 3))
 
 
+@pytest.mark.parametrize("kind", ["ties", "equal"])
+def test_programs_share_the_only_scope(backend, kind):
+    """The share of the last is short, the segments behind it are in no scope, and ties are cut in any share."""
+    lengths = torch.tensor([150, 130, 0, 170, 160, 140, 180, 150])
+    segments = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    scope_of_segment = torch.tensor([0, 0, 0, 0, 0, 0, 0, -1])
+    case = (values_of(kind, int(segments[-1]), 3), segments, scope_of_segment, 1, None, torch.arange(8).flip(0))
+    check_quantile(backend, case, Fraction("0.95"), OrderRule.CEIL)
+    for k in some(backend, (100, 400, 700, 3), 3):
+        check_top(backend, case, torch.tensor([k]))
+
+
 @pytest.mark.parametrize("length", [1, 7, 4096])
 def test_the_segments_of_the_call_do_not_matter(length, backend, monkeypatch):
     monkeypatch.setattr("hpo_core.ops.scopes._TOKENS_OF_SEGMENT", length)

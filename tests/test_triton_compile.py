@@ -362,6 +362,10 @@ def sweep():
             entropy.select(batch.logp, threshold, False, mask, offsets)
             scopes.order_statistics(batch.logp, Scopes(offsets), *quantile, OrderRule.CEIL, mask)
             scopes.select_exact(batch.logp, Scopes(offsets), row_values(rows, torch.int64), mask)
+            if rows > 1:
+                only = Scopes(offsets, row_values(rows, torch.int64), row_values(2, torch.int64))
+                scopes.order_statistics(batch.logp, only, *quantile, OrderRule.CEIL, mask)
+                scopes.select_exact(batch.logp, only, row_values(1, torch.int64), mask)
             draw = TokenDraw(batch.old_logp, (-low, high, low, 1.0), quantile[0] % 2**32, quantile[1] % 2**32)
             covariance.covariance(batch.logp, batch.advantages, offsets, mask, draw)
         for ddof, eps, keep, size in ((0, 0.0, False, 1.0), (1, 1e-6, True, -0.5), (1, 16.0, False, 0.0)):
@@ -506,6 +510,7 @@ def test_sizes_and_numbers_never_compile_again():
         "_select_top": 1,
         "_select": 1,
         "_scan_scopes": 2,  # quantiles and selections of k
+        "_scan_only_scope": 2,
         "_sum_members": 1,
         "_write_keys": 1,
         "_normalise_few": 2,  # two terms, and one

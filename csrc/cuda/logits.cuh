@@ -97,8 +97,14 @@ __device__ __forceinline__ int first_column(int vector) {
 // One thread of a block calls this: where a kernel also uses a load's pointer as a number, nvcc for sm_100 no longer knows that
 // it points to global memory.
 template <class Type>
+__device__ __forceinline__ int elements_before_vector(const void* array, int64_t offset) {
+  const uint64_t place = reinterpret_cast<uintptr_t>(array) / sizeof(typename Type::Element) + uint64_t(offset);
+  return int((0 - place) % kPerVector<Type>);
+}
+
+template <class Type>
 __device__ __forceinline__ bool is_aligned(const void* array, int64_t offset) {
-  return (reinterpret_cast<uintptr_t>(array) + uint64_t(offset) * sizeof(typename Type::Element)) % 16 == 0;
+  return elements_before_vector<Type>(array, offset) == 0;
 }
 
 // Whether the cache may soon forget what passes through it. evicted_first: nothing reads it again, and other rows are to stay.

@@ -172,6 +172,7 @@ struct GradientRow {
   float top;
   RowGradient gradient;
   float fill;  // the gradient of a row whose logits are not read
+  int head;  // columns before the first vector, where rows of logits and of gradients lie alike
   bool wide;
 };
 
@@ -181,13 +182,15 @@ __device__ __forceinline__ GradientRow gradient_row(const LogprobsBackwardArgs& 
                                                     const RowUpstream& upstream) {
   GradientRow found{};
   found.to = offset_of_gradient(args, index);
-  found.wide = is_aligned<Type>(args.grad, found.to);
+  found.head = elements_before_vector<Type>(args.grad, found.to);
+  found.wide = true;
   if (row.is_ignored || upstream.is_zero()) return found;
   found.row = row;
   found.row.is_read &= upstream.is_defined();
   found.fill = NAN;
   if (!found.row.is_read) return found;
-  found.wide &= row.wide;
+  found.wide = found.head == elements_before_vector<Type>(args.given.logits, row.offset);
+  if (!found.wide) found.head = 0;
   found.top = upstream.top;
   found.gradient = gradient_of(row.exponent, upstream, row.logit);
   return found;
@@ -201,8 +204,8 @@ __device__ __forceinline__ unsigned word_of(float value) {
   return Type::pack(lanes);
 }
 
-template <class Type, bool kFloored>
-__device__ __forceinline__ void differentiate(const GradientRow& found, unsigned (&words)[kWords]) {
+template <class Type, bool kFloored, int kCount>
+__device__ __forceinline__ void differentiate(const GradientRow& found, unsigned (&words)[kCount]) {
   const Exponent& exponent = found.row.exponent;
 #pragma unroll
   for (unsigned& word : words) {
@@ -223,11 +226,20 @@ template <class Type, bool kFloored, Cached kCached, bool kAhead = false>
 __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& args, const GradientRow& shared) {
   using Element = typename Type::Element;
   const GradientRow found = shared;
-  const int64_t columns = args.given.columns;
-  const auto* const from = static_cast<const Element*>(args.given.logits) + found.row.offset;
-  auto* const to = static_cast<Element*>(args.grad) + found.to;
+  const int64_t head = min(int64_t(found.head), args.given.columns), columns = args.given.columns - head;
+  const auto* const from = static_cast<const Element*>(args.given.logits) + found.row.offset + head;
+  auto* const to = static_cast<Element*>(args.grad) + found.to + head;
   const bool wide = found.wide;
   const unsigned fill = word_of<Type>(found.fill);
+  if (threadIdx.x < head) {
+    const int64_t at = int64_t(threadIdx.x) - head;
+    unsigned word[1] = {fill};
+    if (found.row.is_read) {
+      word[0] = from[at];
+      differentiate<Type, kFloored>(found, word);
+    }
+    to[at] = Element(word[0]);
+  }
   const auto load = [&](auto whole, int64_t step, unsigned (&words)[kWords]) {
     load_step<Type, decltype(whole)::value, kCached>(from, columns, wide, step, words);
   };
@@ -253,7 +265,7 @@ __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& ar
   __syncthreads();  // the row is written, and all threads have read `shared`
   if (threadIdx.x == 0 && found.row.is_read && found.row.column >= 0) {
     const Element target = Element(word_of<Type>(found.gradient.target));
-    memcpy(to + found.row.column, &target, sizeof target);
+    memcpy(to + found.row.column - head, &target, sizeof target);
   }
 }
 

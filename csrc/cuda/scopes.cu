@@ -73,8 +73,8 @@ __device__ __forceinline__ void visit_segment(const OrderStatisticsArgs& args, i
 #pragma unroll 1
   for (int64_t base = range[0]; base < end; base += kBinThreads) {
     const int64_t token = base + threadIdx.x;
-    const bool exists = token < end && (!args.mask || args.mask[token]);
-    visit(token, exists, exists ? args.values[token] : 0.0f);
+    const float value = token < end ? args.values[token] : 0.0f;  // which does not wait for the mask
+    visit(token, token < end && (!args.mask || args.mask[token]), value);
   }
   __syncthreads();
 }
@@ -213,7 +213,7 @@ __device__ __forceinline__ void scan_scope(const OrderStatisticsArgs& args, cons
   else select_alone(args, places, least, needed);
 }
 
-__global__ void __launch_bounds__(kBinThreads) scan_scopes(const OrderStatisticsArgs args) {
+__global__ void __launch_bounds__(kBinThreads, 2) scan_scopes(const OrderStatisticsArgs args) {
   for (int64_t scope = blockIdx.x; scope < args.scopes; scope += gridDim.x) {
     scan_scope<false>(args, Team(), scope);
     __syncthreads();  // before the next scope's histogram
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kBinThreads) scan_short_scopes(const OrderStat
   }
 }
 
-__global__ void __launch_bounds__(kBinThreads) scan_only_scope(const OrderStatisticsArgs args, Team team) {
+__global__ void __launch_bounds__(kBinThreads, 2) scan_only_scope(const OrderStatisticsArgs args, Team team) {
   team.member = int(blockIdx.x), team.size = int(gridDim.x);
   const int thread = int(blockIdx.x) * kBinThreads + int(threadIdx.x);
   for (int i = thread; i < 3 * kBins; i += int(gridDim.x) * kBinThreads) team.histograms[i] = 0;

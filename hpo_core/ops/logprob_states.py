@@ -122,10 +122,9 @@ def shared(state: LogprobState, columns: int, group: Any, sizes: Sequence[int]) 
             synchronise, the states become NaN instead.
     """
     given = [each for each in state if each is not None]
-    own = torch.cat([*(each.flatten() for each in given), given[0].new_tensor([columns])])
+    own = torch.cat([*(each.flatten() for each in given), given[0].new_full((1,), columns)])
     all_ranks = own.new_empty(len(sizes), own.numel())
     torch.distributed.all_gather(list(all_ranks), own, group=group)
-    expected = own.new_tensor(sizes)
     tables = all_ranks[:, :-1].reshape(len(sizes), len(given), *state.top.shape)
     if own.is_cpu:
         found = [int(size) for size in all_ranks[:, -1].tolist()]
@@ -137,7 +136,9 @@ def shared(state: LogprobState, columns: int, group: Any, sizes: Sequence[int]) 
             list(sizes),
         )
     else:
-        tables = torch.where((all_ranks[:, -1] == expected).all(), tables, torch.nan)
+        # A tensor of the sizes would be a copy from the host, for which it waits; a number is an argument of a kernel.
+        agrees = torch.stack([given == size for given, size in zip(all_ranks[:, -1], sizes, strict=True)])
+        tables = torch.where(agrees.all(), tables, torch.nan)
     fields = [name for name, each in state._asdict().items() if each is not None]
     return [state._replace(**dict(zip(fields, table, strict=True))) for table in tables]
 

@@ -217,6 +217,8 @@ def paths() -> Iterator[NamedCall]:
     yield "select_top", lambda: entropy.select_top(_floats(TOKENS), 4, 5, OrderRule.CEIL, False)
     yield "order_statistics", lambda: _scopes(exact=False)
     yield "select_exact", lambda: _scopes(exact=True)
+    yield "order_statistics, one scope", lambda: _scopes(exact=False, number=1)
+    yield "select_exact, one scope", lambda: _scopes(exact=True, number=1)
     yield "select", lambda: _select(strict=False, tokens=True)
     yield "covariance", lambda: _covariance(draws=False)
     yield "covariance, draw", lambda: _covariance(draws=True)
@@ -265,7 +267,9 @@ def every_path() -> Iterator[NamedCall]:
         yield "window {} {} {} {}".format(*structure), lambda structure=structure: _window(*structure)
         yield "wide window {} {} {} {}".format(*structure), lambda structure=structure: _window(*structure, last=256)
     for structure in itertools.product((False, True), INDEX_RULES, (False, True), (False, True)):
-        yield "scopes {} {} {} {}".format(*structure), lambda structure=structure: _scopes(*structure)
+        for number in (1, ROWS):
+            name = "scopes {} {} {} {}, {} of them".format(*structure, number)
+            yield name, lambda given=(*structure, number): _scopes(*given)
     for rule in INDEX_RULES:
         for strict in (False, True):
             yield f"order {rule.name} {strict}", lambda a=(rule, strict): entropy.select_top(_floats(TOKENS), 4, 5, *a)
@@ -302,9 +306,11 @@ def _window(
     return entropy.window_score(batch.logp, batch.mask if masked else None, batch.cu_seqlens, *window)
 
 
-def _scopes(exact: bool, rule: OrderRule = OrderRule.NEAREST, one_per_row: bool = False, masked: bool = True) -> None:
+def _scopes(
+    exact: bool, rule: OrderRule = OrderRule.NEAREST, one_per_row: bool = False, masked: bool = True, number: int = ROWS
+) -> None:
     batch = _masked()
-    listed = Scopes(batch.cu_seqlens, *((None, None) if one_per_row else (_integers(ROWS), _integers(ROWS + 1))))
+    listed = Scopes(batch.cu_seqlens, *((None, None) if one_per_row else (_integers(ROWS), _integers(number + 1))))
     mask = batch.mask if masked else None
     if exact:
         scopes.select_exact(batch.logp, listed, _integers(listed.number), mask)

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ def launch(kernel: Any, programs: int, *arguments: Any, **structure: Any) -> Non
     elif programs > 0:
         with torch.cuda.device_of(arguments[0]):
             kernel[(programs,)](*arguments, **options)
+    # Every launch would compare the constants of this package with those that were compiled, for half of its host time.
+    if getattr(kernel, "used_global_vals", None):
+        kernel.used_global_vals = {}
 
 
 def programs_for(items: int, step: int) -> int:
@@ -112,7 +116,12 @@ def counter(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _counter_of(device: torch.device, stream: int) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    """Another thread allocates it: while ``torch.compile`` warms up CUDA graphs, it puts the allocations of this thread
+    into a pool in which no memory may stay."""
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(torch.zeros, 1, dtype=torch.int32, device=device).result()
+    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+    return made
 
 
 @functools.cache

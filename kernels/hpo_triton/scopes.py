@@ -1,4 +1,4 @@
-"""Order statistics of scopes, and the exact number of their largest values: a program for a scope.
+"""Order statistics of scopes, and the exact number of their largest values: a program for a scope, or all for one.
 
 The definition is hpo_core/reference/scopes.py.
 """
@@ -11,12 +11,13 @@ import triton.language as tl
 
 from ..specs import OrderRule, Scopes
 from .entropy import BINS, digit_of, from_order_key, order_index, order_key
-from .launch import INTERPRETED, REGISTERS, kernel, launch
+from .launch import INTERPRETED, REGISTERS, kernel, launch, programs_together, wait_for_programs
 from .math import is_finite
 from .rows import row_range
 
 # Tokens of one step. Segments are short, and the interpreter's histogram takes them one by one.
 STEP = tl.constexpr(256 if INTERPRETED else 1024)
+PROGRAMS = tl.constexpr(512)  # whose ties are added up at once
 
 
 @triton.jit
@@ -65,6 +66,28 @@ def _count_digit(
     return histogram.to(tl.int64), tl.sum(errors)
 
 
+@triton.jit
+def _select(
+    values, mask, offsets, order, first, end, selected, segments, tokens, least, needed, SELECTS: tl.constexpr
+):  # fmt: skip
+    """Selects the scores above the key ``least`` and the first ``needed`` of those with this key, in the order of the
+    list, and returns the number of the latter. Without SELECTS it only counts."""
+    ties = tl.zeros([STEP], tl.int64)
+    for place in range(first, end):
+        segment = _segment(offsets, order, place, segments, tokens)
+        for start in range(segment.begin, segment.end, STEP):
+            token, valid, x = _load_step(values, mask, start, segment.end)
+            key = order_key(x + 0.0)
+            tied = (key == least).to(tl.int64)
+            ties += tied
+            if SELECTS:
+                before = tl.cumsum(tied, 0) - tied
+                greater = (key ^ -0x80000000) > (least ^ -0x80000000)  # in the order of unsigned keys
+                tl.store(selected + token, (greater & is_finite(x)) | ((tied > 0) & (before < needed)), mask=valid)
+                needed -= tl.sum(tied)
+    return tl.sum(ties)
+
+
 @kernel
 def _scan_scopes(
     values,
@@ -104,20 +127,91 @@ def _scan_scopes(
         tl.store(thresholds + scope, tl.where(n > 0, from_order_key(least), float("nan")))
         tl.store(counts + 2 * scope, n)
         tl.store(counts + 2 * scope + 1, errors)
-    else:
-        # The selected scores of the least key are the first ones in the order of the list.
+    elif wanted > 0:
         needed = tl.sum(tl.where(tl.arange(0, BINS) == digit, histogram, 0)) - rank
-        for place in range(first, end):
-            segment = _segment(offsets, order, place, segments, tokens)
-            for start in range(segment.begin, segment.end, STEP):
-                token, valid, x = _load_step(values, mask, start, segment.end)
-                key = order_key(x + 0.0)
-                ties = key == least
-                before = tl.cumsum(ties.to(tl.int64), 0) - ties.to(tl.int64)
-                greater = (key ^ -0x80000000) > (least ^ -0x80000000)  # in the order of unsigned keys
-                chosen = (greater & is_finite(x)) | (ties & (before < needed))
-                tl.store(selected + token, chosen & (wanted > 0), mask=valid)
-                needed = tl.maximum(needed - tl.sum(ties.to(tl.int64)), 0)
+        _select(values, mask, offsets, order, first, end, selected, segments, tokens, least, needed, SELECTS=True)
+
+
+@triton.jit
+def _prefix_of(histograms, k, numerator, denominator, digits, RULE: tl.constexpr, DIGITS: tl.constexpr):
+    """The first DIGITS digits of the sought key, its rank among the keys that have them, and two numbers: of finite
+    scores, and of scores to select."""
+    n = tl.sum(tl.load(histograms + tl.arange(0, BINS)))
+    wanted = tl.minimum(n, 1)
+    if k is None:
+        rank = order_index(numerator, denominator, tl.maximum(n, 1), digits, RULE)
+    else:
+        wanted = tl.maximum(tl.minimum(tl.load(k), n), 0)
+        rank = n - wanted
+    prefix = tl.zeros([], tl.int32)
+    for digit_place in tl.static_range(DIGITS):
+        digit, rank = digit_of(tl.load(histograms + digit_place * BINS + tl.arange(0, BINS)), rank)
+        prefix = (prefix << (10 if digit_place == 2 else 11)) | digit
+    return prefix, rank, n, wanted
+
+
+@kernel
+def _scan_only_scope(
+    values,
+    mask,
+    offsets,
+    order,
+    begin,
+    k,
+    thresholds,
+    counts,
+    selected,
+    histograms,  # [3, BINS] int64, then the number of errors, and that of programs that have come to a barrier
+    ties,  # [programs] int64: the scores with the least key that is selected
+    tokens: tl.int64,
+    segments: tl.int64,
+    numerator: tl.int64,
+    denominator: tl.int64,
+    digits: tl.int64,
+    RULE: tl.constexpr,
+    FIRST: tl.constexpr,  # of the steps 0, 1, 2 (a digit each), 3 (threshold, or ties) and 4 (selection)
+    LAST: tl.constexpr,
+):
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    first, end = _places(order, begin, tl.zeros([], tl.int64))
+    share = tl.cdiv(tl.maximum(end - first, 0), programs)  # neighbours, so that ties are in the order of programs
+    first += program * share
+    end = tl.minimum(first + share, end)
+    for AT in tl.static_range(FIRST, LAST + 1):
+        if AT > FIRST:
+            wait_for_programs(histograms + 3 * BINS + 1, (AT - FIRST) * programs)
+        quantile = (numerator, denominator, digits)
+        prefix, rank, n, wanted = _prefix_of(histograms, k, *quantile, RULE, AT if AT < 3 else 3)
+        if AT < 3:
+            found, errors = _count_digit(
+                values, mask, offsets, order, first, end, segments, tokens, prefix,
+                SHIFT=21 if AT == 0 else 10 if AT == 1 else 0, BITS=10 if AT == 2 else 11,
+            )  # fmt: skip
+            bins = tl.arange(0, BINS)
+            tl.atomic_add(histograms + AT * BINS + bins, found, mask=found > 0, sem="relaxed")
+            if AT == 0:
+                tl.atomic_add(histograms + 3 * BINS, errors, sem="relaxed")
+        elif k is None:
+            if program == 0:
+                tl.store(thresholds, tl.where(n > 0, from_order_key(prefix), float("nan")))
+                tl.store(counts, n)
+                tl.store(counts + 1, tl.load(histograms + 3 * BINS))
+        elif wanted > 0:
+            if AT == 3:
+                own = _select(
+                    values, mask, offsets, order, first, end, None, segments, tokens, prefix, 0, SELECTS=False
+                )
+                tl.store(ties + program, own)
+            else:
+                tied = tl.load(histograms + 2 * BINS + (prefix & 1023))
+                before = tl.zeros([PROGRAMS], tl.int64)
+                for other in range(0, program, PROGRAMS):
+                    each = other + tl.arange(0, PROGRAMS)
+                    before += tl.load(ties + each, mask=each < program, other=0)
+                needed = tied - rank - tl.sum(before)
+                _select(
+                    values, mask, offsets, order, first, end, selected, segments, tokens, prefix, needed, SELECTS=True
+                )
 
 
 def order_statistics(
@@ -150,8 +244,18 @@ def _scan(
     quantile: tuple[int, int],
     rule: OrderRule,
 ) -> None:
-    tokens = values.numel()
-    launch(
-        _scan_scopes, scopes.number, values, mask, *scopes, k, thresholds, counts, selected, tokens,
-        scopes.offsets.numel() - 1, *quantile, tokens.bit_length(), RULE=int(rule), maxnreg=REGISTERS,
-    )  # fmt: skip
+    tokens, segments = values.numel(), scopes.offsets.numel() - 1
+    wanted = (values, mask, *scopes, k, thresholds, counts, selected)
+    numbers = (tokens, segments, *quantile, tokens.bit_length())
+    if scopes.number != 1 or segments == 1:
+        launch(_scan_scopes, scopes.number, *wanted, *numbers, RULE=int(rule), maxnreg=REGISTERS)
+        return
+    programs, cooperative = programs_together(values.device, min(segments, triton.cdiv(tokens, STEP.value)), 1)
+    histograms = torch.zeros(3 * BINS.value + 2, dtype=torch.int64, device=values.device)
+    ties = histograms.new_empty(programs)
+    last = 3 if k is None else 4
+    for first, end in [(0, last)] if cooperative else [(step, step) for step in range(last + 1)]:
+        launch(
+            _scan_only_scope, programs, *wanted, histograms, ties, *numbers, RULE=int(rule), FIRST=first, LAST=end,
+            launch_cooperative_grid=cooperative, maxnreg=REGISTERS,
+        )  # fmt: skip

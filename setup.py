@@ -128,8 +128,8 @@ def cuda_archs(nvcc: str) -> list[str]:
 
 
 def gencode(archs: list[str]) -> str:
-    """The architectures as options of nvcc, which takes most of its time to make PTX. That of 80 is what it makes for
-    90, and that of 100 what it makes for 120, so the lowest one on either side serves the others there."""
+    """The architectures as options of nvcc, which takes most of its time to make PTX. The PTX of 80 is that
+    of 90, and the PTX of 100 is that of 120, so the lowest one on either side serves the others there."""
     options = []
     for arch in archs:
         number, _, ptx = arch.partition("+")

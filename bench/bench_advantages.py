@@ -14,7 +14,7 @@ import hpo_core as hpo
 OFFSET = 100.0
 NEAR_EXACT = 1e-7  # relative to the largest advantage
 LEAST = 4  # of a group
-LOSSY = 1e-3  # what sums in float32 lose at this offset
+LOSSY = 1e-3  # the error of sums in float32 at this offset
 
 
 def rewards_and_ids(groups: int, per_group: int, dense: bool) -> tuple[torch.Tensor, torch.Tensor]:

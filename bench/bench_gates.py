@@ -64,7 +64,7 @@ def log_probabilities(objective: Objective, mask: torch.Tensor) -> tuple[torch.T
 
 
 def some_advantages(rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Advantages of both signs, but not around 0: the loss would be what is left of terms that cancel."""
+    """Advantages of both signs, but not around 0: the loss would be the rest of terms that cancel."""
     return torch.randn(rows, generator=generator) + 0.5
 
 
@@ -130,7 +130,7 @@ def with_autograd(gate: hpo.gates.RatioGate, data: Any, batch: hpo.PackedBatch, 
 
 
 def extras(objective: Objective, data: Padded | Packed) -> dict[str, Any]:
-    """The penalty and the window, as policy_loss takes them; only padded batches have what they need."""
+    """The penalty and the window, as policy_loss takes them; only padded batches have their inputs."""
     found: dict[str, Any] = {}
     if isinstance(data, Padded) and objective.beta:
         found |= {"ref_logp": data.ref_logp, "kl": hpo.kl.k3(objective.beta)}
@@ -193,7 +193,7 @@ def padded_case(
         name = "compile, advantages expanded"
         others.append(Contestant(name, peers.compiled(objective, data, expanded=True), goals.get(name)))
         others.append(Contestant("compile, advantages per row", peers.compiled(objective, data, expanded=False)))
-    if "hpo_core" in goals:  # the goal is on what autograd costs, so what it costs at least is worth knowing
+    if "hpo_core" in goals:  # the goal is on the cost of autograd, so the least such cost is worth knowing
         others.append(Contestant("autograd alone", peers.autograd_alone(data), alike=False))
     others += [
         Contestant(package, contestant(objective, data), goals.get(package))

@@ -17,7 +17,7 @@ import hpo_core as hpo
 from hpo_core.gates import Clip, Level, LogClip, RatioGate, Rollback, Unit
 
 STEP, GROUP, DOMAIN = 64, 8, 64  # tokens of a step; rows of a group and of a domain
-LEVEL = 6  # FLOP of a token for each level: two sums, the residual, what flows back
+LEVEL = 6  # FLOP of a token for each level: two sums, the residual, the gradient in the aggregate
 # The units of each depth, from the finest to the coarsest; the token's own gate is depth 1.
 UNITS = {1: (), 2: ("trajectory",), 3: ("step", "trajectory"), 4: ("step", "trajectory", "group")}
 UNITS[5] = (*UNITS[4], "domain")
@@ -46,7 +46,7 @@ def gate_of_depth(depth: int) -> RatioGate:
 
 
 def formula(depth: int, data: Packed, segments: Segments, leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Means by index_add, each less its parent's, gated, and added up; and what trainers log."""
+    """Means by index_add, each less its parent's, gated, and added up; and the metrics that trainers log."""
     log_ratio, means = leaf - data.old_logp, []
     for name in UNITS[depth]:
         segment = segments[name]

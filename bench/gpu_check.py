@@ -147,7 +147,7 @@ def launches(call: Callable[[], object]) -> Counter[str]:
 
 
 def extra_bytes(call: Callable[[], object]) -> int:
-    """The most memory that a call holds at once beyond what is there before it, results included."""
+    """The most memory that a call holds at once beyond the memory held before it, results included."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -38,7 +38,7 @@ stage() {
   } | tee -a "$summary"
 }
 
-# One log for what is small, so that few files have to be carried away.
+# One log for small commands, so that few files have to be carried away.
 stage build 70 bash -c '
   nvidia-smi; nvcc --version | tail -n 2; "$0" --version
   "$0" -m pip install --no-index --no-build-isolation --no-deps -e . && cd / && "$0" -m hpo_core' "$python"
@@ -46,7 +46,7 @@ stage build 70 bash -c '
 options=(-q --of-kernels --tb=short --maxfail=100 -m "not long" -k "on_gpu or not compile")
 "$python" -c 'import xdist' 2>/dev/null && options+=(-n "$(nproc)")
 "$python" -c 'import pytest_timeout' 2>/dev/null && options+=(--timeout=60)
-# Of the operators: what runs no kernel is for `make test` to say.
+# The tests of operators: `make test` is for those that run no kernel.
 tests=$("$python" -c 'import sys; sys.path.append("tests"); from changed import OPERATORS
 print(*(f"tests/test_{name}.py" for name in dict.fromkeys(OPERATORS)))')
 for backend in cuda triton; do

@@ -7,8 +7,8 @@ rounding first changes a sampled token. How far rounding alone takes them apart 
 ``GRPOTrainer`` with weights greater by two units in their last place. Equal within noise means, before anything runs:
 
 * the mean rewards over the last quarter of the rollouts differ by at most two standard errors, which are over seeds;
-* rollouts of both trainers differ in their reward by at most 1.5 times what those of the third run do (root of the mean
-  square).
+* rollouts of both trainers differ in their reward by at most 1.5 times as much as those of the third run (root of the
+  mean square).
 
 The rewards are kept in learning_curves.json, which bench/curve_pictures.py draws.
 """
@@ -52,7 +52,7 @@ class Curve(NamedTuple):
 
 
 class Answers:
-    """The demo's reward, which writes down what it saw."""
+    """The demo's reward, which keeps its results and the answers' tokens."""
 
     __name__ = "answer"
 

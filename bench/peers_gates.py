@@ -56,7 +56,7 @@ class Packed(NamedTuple):
 
 
 def differentiated(logp: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> Run:
-    """Loss and dL/dlogp, from the call of the loss to the gradient: what every contestant is timed for. The leaf is
+    """Loss and dL/dlogp, from the call of the loss to the gradient: the timed part of every contestant. The leaf is
     there before, as the log-probabilities of a model are."""
     leaf = logp.detach().requires_grad_()
 
@@ -151,7 +151,7 @@ def fiberpo_log_ratio(objective: Objective, log_ratio: torch.Tensor, batch: Pack
 
 
 def packed_formula(objective: Objective) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The same on a pack: what belongs to a row is gathered by ``row``, or, for sequence ratios, added up by it."""
+    """The same on a pack: numbers of a row are gathered by ``row``, or, for sequence ratios, added up by it."""
 
     def formula(logp: torch.Tensor, batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         log_ratio = logp - batch.old_logp

@@ -21,7 +21,7 @@ GROUP, DOMAIN = 8, 32  # rows of a group and of a domain; two of the pairs of p3
 
 
 class Rows(NamedTuple):
-    """B rows of L tokens, and whatever a preset reads besides."""
+    """B rows of L tokens, and the other tensors that presets read."""
 
     logp: torch.Tensor  # [B, L], as are the next two
     old_logp: torch.Tensor

@@ -113,7 +113,7 @@ def summary(outcomes: list[Outcome]) -> str:
 
 
 def write(folder: Path, facts: dict[str, Any], outcomes: list[Outcome]) -> None:
-    """results.json and results.csv, after every case, so that an interrupted run leaves what it has."""
+    """results.json and results.csv, after every case, so that an interrupted run leaves results, too."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [dataclasses.asdict(row) for outcome in outcomes for row in outcome.rows]
     failures = {outcome.case: outcome.failure for outcome in outcomes if outcome.failure}
@@ -127,7 +127,7 @@ def write(folder: Path, facts: dict[str, Any], outcomes: list[Outcome]) -> None:
 
 
 def roofline(path: Path, ceilings: dict[str, float], outcomes: list[Outcome]) -> None:
-    """GFLOP/s over FLOP per byte, below what memory, cache and arithmetic of this machine allow."""
+    """GFLOP/s over FLOP per byte, below the ceilings of memory, cache and arithmetic of this machine."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -62,7 +62,7 @@ def parts_of_a_step() -> tuple[tuple[str, str], list[tuple[str, float, float]]]:
 
 
 def draw_step() -> Any:
-    """Two bars of parts; what no eye could see is one part."""
+    """Two bars of parts; parts too small to see are one part."""
     kinds, parts = parts_of_a_step()
     seen = [part for part in parts if max(part[1:]) > 0.1]
     small = [part for part in parts if max(part[1:]) <= 0.1]

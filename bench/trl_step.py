@@ -75,7 +75,7 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.began = self.wall = 0.0
-        self.open: list[list[Any]] = []  # the parts that run, the outermost first, and what those inside them took
+        self.open: list[list[Any]] = []  # the parts that run, the outermost first, and the time of those inside them
 
     def start(self) -> None:
         self.seconds.clear()

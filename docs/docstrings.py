@@ -1,7 +1,7 @@
 """Docstrings as Markdown, for the API pages: a griffe extension that mkdocs.yml names.
 
 Docstrings are written for readers of the source and of ``help()``. They hold roles of reStructuredText such as
-``:func:`policy_loss```, literal blocks behind a double colon, and formulas whose stars and bars mean what they are.
+``:func:`policy_loss```, literal blocks behind a double colon, and formulas whose stars and bars stand for themselves.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ short supervised warm start gives it a chance to be right; from there on it only
 
     python examples/demo.py --gate dapo --seed 11 --output demo_output
 
-writes ``reward.png`` and ``curve.json`` and prints what the loss cost next to TRL's own loss on the same micro-batches.
+writes ``reward.png`` and ``curve.json`` and prints the cost of the loss next to TRL's own on the same micro-batches.
 ``--random-reward`` is the control: rewards that know nothing about the answer must not raise the accuracy.
 """
 

@@ -29,7 +29,7 @@ WINDOW = 3
 
 
 class Answers(NamedTuple):
-    """The answers to one prompt, packed: what the policy that wrote them and the current one say about each token."""
+    """The answers to one prompt, packed; their tokens under the policy that wrote them and the current one."""
 
     prompt: str
     characters: list[str]
@@ -120,7 +120,7 @@ def made_up(seed: int = 0) -> Answers:
 
 
 def draw_windows(given: Answers, path: Path) -> None:
-    """Entropies with the thresholds of two scopes, and window means with theirs; what is selected is filled."""
+    """Entropies with the thresholds of two scopes, and window means with theirs; selected ones are filled."""
     batch, H = given.batch, given.entropy
     figure, (tokens, windows) = pyplot.subplots(2, 1, figsize=(10, 5.6), sharex=True)
     at = torch.arange(batch.total_tokens)
@@ -167,7 +167,7 @@ def draw_windows(given: Answers, path: Path) -> None:
 
 
 def slots(given: Answers) -> list[tuple[str, str, Sequence[float], Sequence[float]]]:
-    """The title of each slot, what is drawn, and the numbers without and with the slot, each ``[T]``."""
+    """The title of each slot, the quantity drawn, and its numbers without and with the slot, each ``[T]``."""
     batch, H, A = given.batch, given.entropy, given.advantages
     change = E.entropy_change(given.logp, given.old_logp, H, A, batch)
     forking = E.forking_tokens("0.2")

@@ -95,7 +95,7 @@ void finish_tile(const Call& call, const Gate& gate, int64_t first, int n, const
   if (args.entropy) add_entropy(args.entropy + first, n, tile, partial);
 }
 
-// Losses of tokens are computed apart from what the fast path did, so that asking for them changes no other bit.
+// Losses of tokens are computed apart from the sums and gradients of the fast path: asking for them changes no other bit.
 inline PolicyLossArgs without_gradient(PolicyLossArgs args) {
   args.grad = nullptr;
   return args;

@@ -59,7 +59,7 @@ struct FastSums {
   }
 };
 
-// Log-ratios near 0 come together, so a tile is taken for what the last one was. sweep(taken for near) makes one attempt.
+// Log-ratios near 0 come together, so a tile is taken for near if the last one was. sweep(taken for near) makes one attempt.
 template <class Sweep>
 HPO_INLINE bool guess_near(bool near, const Sweep& sweep) {
   return (near && sweep(std::true_type{})) || sweep(std::false_type{});
@@ -234,7 +234,7 @@ struct FixedSum {
     return rest + int64_t(lost) * (int64_t(1) << 32);
   }
 };
-static_assert(kFixedPoint == 4294967296.0, "what FixedSum is modulo of");
+static_assert(kFixedPoint == 4294967296.0, "the modulus of FixedSum");
 
 // A clip of the log-ratios before they are added up, by sign of the advantage.
 struct PreClip {

@@ -105,7 +105,7 @@ inline void add_to_lanes(const double* lanes, double* sums) {
 // rounding is worth.
 constexpr int kRun = 8 * kLanes;
 
-// So many tokens ahead of an access the cache is told of it: what hardware foresees ends with a page, which is a tile of
+// The cache is told of an access so many tokens ahead: the prefetching of hardware ends with a page, which is a tile of
 // floats.
 constexpr int kAhead = 512;
 

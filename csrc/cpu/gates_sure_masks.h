@@ -1,13 +1,13 @@
 // Masks that a bound on their statistic decides, which needs no exponential and no logarithm: in most vectors it decides all
-// tokens. Nothing but time depends on what it decides.
+// tokens. Nothing but time depends on whether it decides a token.
 #pragma once
 #include "gates_sums.h"
 #include "hpo/correction_rules.h"
 
 namespace hpo::HPO_ISA {
 
-// Nothing is decided within this of a limit, which is more than all roundings together, nor of limits that are hardly more
-// than what keeps the logarithms of a binary KL finite.
+// The bound decides no token within this of a limit, which is more than all roundings together, and none under a limit so
+// small that kBinaryGuard, which keeps the logarithms of a binary KL finite, would count beside it.
 constexpr float kUndecided = 0.02f, kLeastLimit = 1e-3f;
 
 // Whether a bound decides tokens: the rule is a mask, its statistic has a bound, and its limits enclose 0.

@@ -198,8 +198,8 @@ inline void apply_mask(const PolicyLossArgs& args, int64_t first, int n, Tile& t
   for (int i = 0; i < n; ++i) tile.kind[i] &= mask_of(args.mask[first + i] != 0);
 }
 
-// A token with NaN is invalid, log-ratios beyond +-60 saturate, and an infinite one loses its derivative as well. Numbers are
-// 0 and 1 here and nothing is decided by a branch: such a loop is vectorised, and it does not guess what comes next.
+// A token with NaN is invalid, log-ratios beyond +-60 saturate, and an infinite one loses its derivative as well. Conditions
+// are the numbers 0 and 1 here, without a branch: such a loop is vectorised, and mispredicts no branch.
 template <bool kReference>
 inline void resolve_exceptions(const float* logp, const float* old_logp, const float* ref_logp, int n, Tile& tile,
                                Partial& partial) {

@@ -52,7 +52,7 @@ struct Scratch {
   Masked masked[kTilesOfBlock];  // on the grid of lines
   OpenTokens open;
   BlockWeights weights;
-  Partial counted;  // what later sweeps count once more
+  Partial counted;  // the counts of tokens that a sweep before has counted: nothing reads them
 };
 
 // The sweeps over the tokens of one block.
@@ -242,7 +242,7 @@ struct Sweeps {
     return of_sign(0).open ? of_sign(1) : OpenLevels{};
   }
 
-  // Finds in a fast-path block under open levels what is clipped, which tokens are not, and what flows into aggregates.
+  // Counts the clipped tokens of a fast-path block under open levels, marks the others, and sets the flow into aggregates.
   void count(const Block& block, const OpenLevels& levels, Scratch& scratch, Partial& partial, Flow& flow) const {
     const bool split = plan.hierarchy.split, of_tokens = call.args.advantage_per_token;
     // The loss of a clipped token comes first: it is ready by the time that it is needed.
@@ -331,8 +331,8 @@ struct Sweeps {
     write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
   }
 
-  // The third: the gradient that arrives through aggregates. Where nothing saturated what is written stands; of tokens that
-  // have one term nothing is written yet.
+  // The third: the gradient that arrives through aggregates. Where nothing saturated, the gradient written before stands; of
+  // tokens that have one term none is written before.
   void receive(const Block& block, const BlockResult& result, const AggregateGrad& aggregate_grad, Scratch& scratch) const {
     if (result.fast && plan.fills_last) {
       classify_masks(block, scratch);

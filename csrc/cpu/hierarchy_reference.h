@@ -1,5 +1,5 @@
 // The reference policy in fast-path blocks of a hierarchy: nothing about it depends on the gate, so its penalty is added to
-// what the loops of the gate have written.
+// the gradient and losses that the loops of the gate have written.
 #pragma once
 #include "gates_token_inputs.h"
 
@@ -40,7 +40,7 @@ inline bool is_ordinary_reference(const Call& call, int64_t first, int begin, in
   return !any(but_not(all_lanes(), good));
 }
 
-// Adds the penalty of these tokens to their gradient and losses, and what is reported about the reference.
+// Adds the penalty of these tokens to their gradient and losses, and their statistics of the reference to the metrics.
 inline void pay_reference(const Call& call, int64_t first, int begin, int end, float weight, Partial& partial) {
   const PolicyLossArgs& args = call.args;
   const bool penalised = call.structure.kl != KLEstimator::none;

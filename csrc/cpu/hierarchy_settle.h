@@ -73,7 +73,7 @@ inline void take_alone(const Sweeps& sweeps, const Block& block, Scratch& scratc
 }
 
 // Calls body(sweeps, blocks, count, sums, fast) for the blocks of a task behind their first sweep, of which all stand alone or
-// none. Short ones are measured together, as what is done once a tile takes longer than their tokens do.
+// none. Short ones are measured together, because the work for a whole tile takes longer than that for their tokens.
 template <class Body>
 inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& scratch, Partial& partial, const Body& body) {
   Block blocks[kFewRows];

@@ -64,7 +64,7 @@ struct TermPlan {
   }
 
   // Whether the loops of gates without a term take these tokens: where they drop their residual, a pre-gate changes nothing
-  // but what is aggregated.
+  // but the aggregates.
   bool is_plain() const { return !term.present || (one_for_all() && drop && !to_self); }
 
   // Whether a token under no level keeps its log-ratio, whatever it is.
@@ -74,7 +74,7 @@ struct TermPlan {
     return all_open;
   }
 
-  // The gradient of the token's log-ratio from that of what is aggregated.
+  // The gradient of the token's log-ratio from that of the number that it adds to its segments.
   HPO_INLINE Floats through_pre_gate(Ints negative, Floats x, Floats flow) const {
     if (mean_exp) return flow * mean_exp_slope(split, x);
     if (!pre_gated) return flow;
@@ -93,7 +93,7 @@ inline const float* load_entering(const TermPlan& plan, const Tile& tile, int n,
   return terms.entering;
 }
 
-// The part of them that is aggregated.
+// The numbers that tokens add to their segments.
 inline const float* load_aggregated(const TermPlan& plan, const Tile& tile, int n, TokenTerms& terms) {
   if (!plan.mean_exp) return load_entering(plan, tile, n, terms);
   for (int i = 0; i < n; i += kWidth) {
@@ -125,7 +125,7 @@ inline void load_terms(const Call& call, int64_t first, int n, int64_t row, floa
 // The tokens of a vector under the gates of their leaf.
 struct GatedTokens {
   GatedTokenNumber<Floats> token;
-  Floats factor;  // the weight of what lies beyond a bound
+  Floats factor;  // the weight of a token beyond a bound, else 1
 
   HPO_INLINE GatedTokens(const TermPlan& plan, const LeafGate& leaf, Ints negative, Floats entering, Floats low, Floats high) {
     const TermNumbers& numbers = plan.numbers;

@@ -103,7 +103,7 @@ class RowWalk {
   }
 
  private:
-  // Calls body(row, begin, end), in the order of rows, with what each has of a tile; stops where it returns false.
+  // Calls body(row, begin, end), in the order of rows, with the range of each in a tile; stops where body returns false.
   template <class Body>
   bool for_each_part(int64_t tile_begin, int64_t tile_end, const Body& body) const {
     for (int run = 0; run < kRuns; ++run) {

@@ -37,7 +37,7 @@ struct Call {
         from(compared(args)),
         wide(allows_wide(args.mask, 4)) {
     this->args.logp = from.first, this->args.old_logp = from.second ? from.second : from.first;
-    // No factor depends on them, and read_inputs would read what is given.
+    // No factor depends on these arrays, and read_inputs would read those that are given.
     this->args.entropy = this->args.score = this->args.low = this->args.high = nullptr;
     this->args.token_mask = nullptr;
     const float* advantages = args.advantage_per_token ? args.advantages : nullptr;

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) carry_rows(const WindowPack windows)
     for (int64_t token = range.begin + threadIdx.x; token < range.end; token += kThreads) {
       if (!windows.usable(token)) continue;
       first = min(first, token);
-      const float score = load_relaxed(args.score + token);  // rows of broken offsets overlap, and write what others read
+      const float score = load_relaxed(args.score + token);  // rows of broken offsets overlap: one writes scores of another
       if (is_finite(score)) sums[0] += double(score), sums[1] += 1.0;
     }
     block_sums(sums);

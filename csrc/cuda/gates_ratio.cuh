@@ -30,7 +30,7 @@ __device__ __forceinline__ Term policy_term(bool score_head, float a, const Rati
   return {value, finite && gated.inside ? value : 0.0f};
 }
 
-// One token: its gradient, its loss, and what it adds to the metrics.
+// One token: its gradient, its loss, and its share of the metrics.
 template <bool SOUND, bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ float sweep_token(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs, int i,
                                              Shares<WIDTH>& shares, TileTotals& tile, Totals& totals) {

@@ -71,7 +71,7 @@ __device__ __forceinline__ float complete_token(const Gate& gate, const RowTerms
   return grad;
 }
 
-// Whether a sweep asks no token of the vector what is_sound tells. It writes no losses of tokens then.
+// Whether a sweep takes the vector at once, without the checks of is_sound for each token. It writes no losses of tokens then.
 template <bool REFERENCE, int EXTRAS>
 __device__ __forceinline__ bool sweeps_at_once(const Gate& gate, const RowTerms& row, const Inputs<4>& inputs) {
   return !gate.args.token_loss & is_sound<REFERENCE, EXTRAS>(gate, row, inputs);

@@ -102,7 +102,7 @@ struct Inputs {
   }
 };
 
-// `absent`: what every token has without the array. It asks for the array once a vector; a token would ask each time.
+// `absent`: the value of every token where the array is null, which is asked once a vector and not once a token.
 template <bool WHOLE, int WIDTH>
 __device__ __forceinline__ void read(const float* array, float absent, const Vector<WIDTH>& vector, float (&values)[WIDTH]) {
   if (array) return read<WHOLE>(array, vector, values);
@@ -150,7 +150,7 @@ __device__ __forceinline__ Inputs<WIDTH> read_inputs(const PolicyLossArgs& args,
 }
 
 // A vector is sound if all its tokens are valid and no log-ratio saturates, neither in the loss nor in the statistics. Code for
-// sound vectors asks no token what is known of all: kernels branch once a vector.
+// sound vectors repeats none of these checks for its tokens: kernels branch once a vector.
 template <bool REFERENCE, int EXTRAS, int WIDTH>
 __device__ __forceinline__ bool is_sound(const Gate& gate, const RowTerms& row, const Inputs<WIDTH>& inputs) {
   const PolicyLossArgs& args = gate.args;

@@ -74,7 +74,7 @@ struct Shares {
   float loss[WIDTH], penalty[WIDTH];
 };
 
-// A quarter of what a vector adds, because the sum of four finite numbers may overflow. The tokens are added in order; one
+// A quarter of the sums of a vector, because the sum of four finite numbers may overflow. The tokens are added in order; one
 // that is left out adds 0.
 struct Quarters {
   float loss, penalty;
@@ -89,7 +89,7 @@ struct Quarters {
   }
 };
 
-// A lane's share of what a warp has added up. The rest is in the warp's places: it would only take registers from the tokens.
+// A lane's share of the totals of a warp. The others are in the warp's places, for they would take registers from the tokens.
 struct Totals {
   double loss, penalty;
   float smallest, largest;

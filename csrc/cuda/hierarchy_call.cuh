@@ -1,4 +1,4 @@
-// A call of hierarchy.cu: its workspace, and what its kernels ask of it.
+// A call of hierarchy.cu: its workspace, and the functions by which its kernels read both.
 #pragma once
 #include "hierarchy_tokens.cuh"
 #include "leaves.cuh"
@@ -40,10 +40,10 @@ enum Entering { kLogRatio, kPreGated, kMeanExp, kParts, kTerm };
 struct Call : TokenCall {
   Workspace workspace;
   bool carries;  // gradient flows through the aggregate of some level
-  bool settled;  // it is known before the sweep, see above
+  bool settled;  // this gradient is known before the sweep, see hierarchy.cu
   Entering summed;
-  bool balanced;  // some level is
-  bool together;  // the launch of the sweep holds what it may hold besides
+  bool balanced;  // some level is balanced
+  bool together;  // the launch of the sweep holds the delivery, and the sums where it may
   int first_blocks;  // blocks of the first launch
 
   Call(const PolicyLossArgs& args, const GateStructure& structure, const GateNumbers& numbers, const Hierarchy& hierarchy)
@@ -85,14 +85,14 @@ struct Call : TokenCall {
     return get_leaves(hierarchy, gate.args, workspace.counted, broken);
   }
 
-  // The part of it that is aggregated.
+  // The number that a token adds to its segments.
   template <int ENTERING>
   __device__ __forceinline__ float aggregated(const Token& token) const {
     if (ENTERING == kMeanExp) return mean_exp_part(hierarchy.split, token.x);
     return entering<ENTERING == kPreGated>(token);
   }
 
-  // The gradient of the token's log-ratio from that of what is aggregated.
+  // The gradient of the token's log-ratio from that of this number.
   template <int ENTERING>
   __device__ __forceinline__ float through_pre_gate(const Token& token, float flow) const {
     if (ENTERING == kLogRatio) return flow;

@@ -5,7 +5,7 @@
 
 namespace hpo {
 
-// Zeros for what lies outside every leaf.
+// Zeros for the tokens outside every leaf.
 __device__ __forceinline__ void clear_gaps(const PolicyLossArgs& args, const Leaves& leaves) {
   const auto inside = [&](int64_t token) { return min(max(token, int64_t(0)), leaves.tokens); };
 #pragma unroll 1

@@ -37,7 +37,7 @@ struct TokenCall {
 // The kind of the gate of a call, for which the sweep is compiled.
 enum GateKind {
   kPlainGate,    // levels of one channel, a clip of the residual of tokens
-  kSettledGate,  // tokens drop their residual, and what they receive through aggregates is known before the sweep
+  kSettledGate,  // tokens drop their residual, and their gradient through aggregates is known before the sweep
   kTermGate,     // with a term, or a log mean exp
   kSplitGate,    // as kPlainGate, of two channels
 };
@@ -108,8 +108,8 @@ __device__ __forceinline__ float pay_own_penalty(const TokenCall& call, const Ro
   return token.infinite ? 0.0f : row.penalty_weight() * (coefficient * own.slope);
 }
 
-// One token of a leaf: its gradient. `put_flow` takes what flows into aggregates; `settled`: what comes back from them, where
-// that is known.
+// One token of a leaf: its gradient. `put_flow` takes the token's gradients in aggregates; `settled`: its gradient through
+// them, where that is known.
 template <bool SOUND, bool REFERENCE, int EXTRAS, int GATE, int WIDTH, class PutFlow>
 __device__ __forceinline__ float sweep_token_of_leaf(const TokenCall& call, const LeafGate& leaf, float settled, int row_index,
                                                      const RowTerms& row, const Inputs<WIDTH>& inputs, int i,

@@ -107,7 +107,7 @@ __device__ __forceinline__ bool is_aligned(const void* array, int64_t offset) {
   return elements_before_vector<Type>(array, offset) == 0;
 }
 
-// Whether the cache may soon forget what passes through it. evicted_first: nothing reads it again, and other rows are to stay.
+// Whether the cache may soon forget a vector. evicted_first: nothing reads the vector again, and other rows are to stay.
 enum class Cached { normal, evicted_first };
 
 template <Cached kCached>

@@ -3,7 +3,7 @@
 // hpo_core/reference/logprobs.py followed by hpo_core/reference/gates.py.
 //
 // A block takes a row at a time and reads it twice: the second time from the L2 cache, since so few blocks work at once that it
-// holds their rows. The second reading and the gradient are marked as what the cache may forget first. Each step is loaded
+// holds their rows. The second reading and the gradient are marked for the cache to forget first. Each step is loaded
 // while the one before it is computed. A block has as many threads as one of token_logprobs, whose order of additions it keeps.
 #include "gates_ratio.cuh"
 #include "hierarchy_tokens.cuh"
@@ -133,7 +133,7 @@ extern "C" int64_t hpo_loss_from_logits_blocks(const hpo::LogprobsArgs* logits) 
   using namespace hpo;
   const Device device = current_device();
   const int64_t bytes = logits->columns * (logits->type == LogitType::float32 ? 4 : 2);
-  // A row is in the cache for half of its time on average, and the cache also holds what is written: a quarter is left to that.
+  // A row is in the cache for half of its time on average, and the cache also holds gradients: a quarter is left to these.
   const int64_t kept = device.cache / 4 * 3 / std::max(bytes, int64_t(1));
   const int64_t blocks = std::min(logits->rows, int64_t(device.processors) * kBlocksTogether);
   // With fewer blocks memory idles: on an H200, 126 of them take 1.3 times as long as a forward and a backward.

@@ -112,7 +112,7 @@ __device__ __forceinline__ Unit get_unit_unordered(const Pack& pack, int index, 
   return {index, tile_length(range.end - begin), begin};
 }
 
-// Whether a row behind the unit's reaches into the unit: it owns what both have.
+// Whether a row behind the unit's reaches into the unit: the later row owns the tokens of both.
 __device__ __forceinline__ bool is_shared(const Pack& pack, const Unit& unit) {
   bool any = false;
 #pragma unroll 1

@@ -53,9 +53,9 @@ __device__ __forceinline__ bool last_block(unsigned* ticket) {
   HPO_SHARED(bool, last, );
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();  // releases, in the thread of the atomic operation, what the block has written before the barrier
+    __threadfence();  // releases, in the thread of the atomic operation, the writes of the block before the barrier
     last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
-    __threadfence();  // acquires, for the whole block behind the next barrier, what other blocks have released
+    __threadfence();  // acquires, for the whole block behind the next barrier, the writes that other blocks have released
   }
   __syncthreads();
   return last;

@@ -4,7 +4,7 @@
 // shows as a difference. A divergent or unreachable barrier, a warp operation outside its mask, a shared index out of
 // bounds, a deadlock or an impossible launch throws an exception that names the kernel, block, thread and line; shared
 // memory starts as NaN. A cooperative launch holds three quarters of HPO_EMULATION_PROCESSORS blocks (4), because other
-// kernels may run beside it. A misaligned access fails, and so does a read of what another block writes in the same launch,
+// kernels may run beside it. A misaligned access fails, and so does a read of a word that another block writes in the launch,
 // unless fences or a grid barrier make the value visible (memory_model.h). Not emulated: the memory model inside a block.
 #pragma once
 #include <cstdint>

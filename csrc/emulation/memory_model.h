@@ -7,8 +7,8 @@
 // could return an old value on a GPU, and fails here. A word that is read through the read-only path must not be written in the
 // launch at all.
 //
-// The value that an atomic operation saw is not followed exactly: one on a word of another block sees what all blocks have
-// released.
+// The value that an atomic operation saw is not followed exactly: an operation on a word of another block sees the writes that
+// all blocks have released.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -5,7 +5,7 @@
 namespace hpo::selftest {
 namespace {
 
-// The last of several blocks adds up what all have written: right with a fence on both sides of the ticket.
+// The last of several blocks adds up the numbers that all have written: right with a fence on both sides of the ticket.
 template <bool BEFORE, bool BEHIND>
 __device__ __forceinline__ void add_up_in_the_last_block(float* out) {
   HPO_SHARED(bool, last, );
@@ -33,7 +33,7 @@ __global__ void missing_barrier_before_a_ticket(float* out) {
   if (last) out[threadIdx.x / 4 * 4 + 3] = out[threadIdx.x / 4 * 4] + out[threadIdx.x / 4 * 4 + 1];
 }
 
-// The last block reads what all threads have written: right with both fences in the thread that takes the ticket.
+// The last block reads the numbers that all threads have written: right with both fences in the thread that takes the ticket.
 template <bool BEFORE, bool BEHIND>
 __device__ __forceinline__ void read_in_the_last_block(float* out) {
   HPO_SHARED(bool, last, );

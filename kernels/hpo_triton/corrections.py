@@ -1,14 +1,14 @@
 """Corrections: masks and weights on tokens from log-ratios that are constants of the differentiation.
 
     CHECK, REPAIR    leaves that are good or empty, in order (leaves.py)
-    SUM              the token weight, or 1, for every token; what the segments of leaves add up
+    SUM              the token weight, or 1, for every token; the sums of the segments of leaves
     CORRECT          the factors of the tokens of all leaves
 
 These are steps of one launch, where programs can wait for each other (launch.py). The sums of other processes
 come before CORRECT, which is a launch of its own there.
 
 The definition is hpo_core/reference/corrections.py; the arithmetic of one token is that of
-csrc/include/hpo/correction_rules.h. Segments add up in integers: their bits do not depend on what lies beside them.
+csrc/include/hpo/correction_rules.h. Segments add up in integers: their bits do not depend on the segments beside them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _of_segment(segments, segment, held, RULE: tl.constexpr):
 
 @triton.jit
 def _counted(given, loss, token, tokens):
-    """``loss``: what has to be a number for a token to have a say, its logp, old_logp and ref_logp, or None."""
+    """``loss``: logp, old_logp and ref_logp, or None; a token has a say only if their differences are not NaN."""
     logp, old_logp, ref_logp = loss
     if logp is not None:
         own = tl.load(logp + token, mask=token < tokens, other=0.0)

@@ -30,7 +30,7 @@ def exponent_of(x):
 
 @triton.jit
 def _scale_exponent(largest):
-    """The biased exponent of the power of two that takes what is below 2^(largest + 1) to below 2^DIGITS."""
+    """The biased exponent of the power of two that takes numbers below 2^(largest + 1) to below 2^DIGITS."""
     return clamp(-largest + (DIGITS + 2 * EXPONENT_BIAS - 1), 1, 2 * EXPONENT_BIAS)
 
 

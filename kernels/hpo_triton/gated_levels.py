@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     term: Term | None
     carries: bool  # gradient flows through some aggregate, and the sweep has to find out how much
     as_ratio: bool  # every token of a leaf has the ratio that stands at Z
-    known: bool  # gradient flows through the aggregate of the only level, and is what OWN says of a leaf
+    known: bool  # gradient flows through the aggregate of the only level, and OWN of a leaf is this gradient
     kl: int
     kl_gradient: int
 

@@ -1,16 +1,16 @@
 """The policy loss under gates on several levels, any depth in two sweeps over the tokens, and under gates with a term
 of their own (terms.py), on any number of levels, none included:
 
-    _prepare_leaves      the log-ratios of all segments, and what the levels above a leaf tell its tokens
-    _sweep_leaves        every token of a leaf once: loss, gradient and metrics, and what flows into aggregates
+    _prepare_leaves      the log-ratios of all segments, and the gates of all levels above a leaf for its tokens
+    _sweep_leaves        every token of a leaf once: loss, gradient and metrics, and the gradients in aggregates
     _deliver_gradient    where gradient flows through some aggregate: to segments and back to tokens, with the sums of
                          all programs; else _finalise alone
 
-A gate on one level that drops the token's own residual has no third: the gradient that arrives at a token is a sum of
-coefficients times a slope, and both are known before the sweep, which has nothing to do with tokens but this.
+A gate on one level that drops the token's own residual has no third kernel: the gradient that arrives at a token is a
+sum of coefficients times a slope, and both are known before the sweep.
 
 The first and the third are in steps, of one launch where programs can wait for each other (launch.py). An Exchange
-changes what segments have added up, between the steps that add and those that read; these are launches of their own.
+changes the sums of segments, between the steps that add and those that read; these are launches of their own.
 
 The definition is hpo_core/reference/gates.py; csrc/cpu/hierarchy.cpp is the same in the same order.
 """

@@ -79,7 +79,7 @@ class Gated(NamedTuple):
     below: tl.tensor  # some gate was beyond its bound
     above: tl.tensor
     inside: tl.tensor  # float: the slope of the token gate in the token's channel
-    own: tl.tensor  # what the levels add to it; the gradient itself where that is known
+    own: tl.tensor  # the slopes that the levels add to it; with SHAPE.known the gradient itself
     slope: tl.tensor  # of the finest level, by channel, beside the slope of the token gate there
     rising_inside: tl.tensor
     falling_slope: tl.tensor

@@ -80,7 +80,7 @@ def programs_together(device: torch.device, items: int, step: int, registers: in
 @triton.jit
 def wait_for_programs(arrived, expected):
     """Waits until ``expected`` programs are here: their writes can then be read."""
-    tl.debug_barrier()  # the release below is of one thread, and is for what all threads of the program have written
+    tl.debug_barrier()  # the release below is of one thread, and is for the writes of all threads of the program
     tl.atomic_add(arrived, 1, sem="release")
     while tl.atomic_add(arrived, 0, sem="acquire") < expected:
         pass

@@ -1,8 +1,8 @@
 """Leaves: the ranges of tokens that tile the finest level of a hierarchy, and the sums of the segments above them.
 
 Leaves are data, as offsets are. A good one lies in its row, begins at or behind the end of every good one before it,
-and has an existing ancestor at every level; other leaves are made empty and counted. From there on leaves are to
-slots what rows are: a short leaf has one, a long one many.
+and has an existing ancestor at every level; other leaves are made empty and counted. From there on leaves have
+slots as rows have them: a short leaf has one, a long one many.
 
 Segments add up in integers, by atomics whose order does not matter.
 """

@@ -2,7 +2,7 @@
 loss in this log-probability under a gate on tokens, and the gradient of the row's logits.
 
 A program takes a row at a time and reads it twice: the second time from the L2 cache, since so few programs work at
-once that it holds their rows. The second reading and the gradient are marked as what the cache may forget first.
+once that it holds their rows. The second reading and the gradient are marked for the cache to forget first.
 
 The definition is hpo_core/reference/logprobs.py followed by hpo_core/reference/gates.py.
 """
@@ -194,8 +194,8 @@ def _programs(logits: torch.Tensor, rows: int) -> int:
     """The number of rows that may be read at once, so that the cache keeps them for the gradient; 0: so few that the
     device is not full, and one launch for each direction is the quicker way, on an H200 up to three times."""
     processors, cache = processors_and_cache(logits.device)
-    # A row is in the cache for half of its time on average, and the cache also holds what is written: a quarter is left
-    # to that.
+    # A row is in the cache for half of its time on average, and the cache also holds gradients: a quarter is left to
+    # these.
     kept = cache // 4 * 3 // (logits.shape[-1] * logits.element_size())
     programs = min(rows, processors * PROGRAMS_TOGETHER)
     return 0 if kept < programs else programs

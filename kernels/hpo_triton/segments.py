@@ -65,7 +65,7 @@ def _count_rows(
             count += valid.to(tl.int32)
         tl.store(counts + row, tl.sum(count.to(tl.int64), axis=1)[:, None], mask=row < rows)
     if weights is not None:
-        tl.debug_barrier()  # the release below is of one thread, for what all threads of the program have written
+        tl.debug_barrier()  # the release below is of one thread, for the writes of all threads of the program
         if tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1:
             tl.debug_barrier()
             tl.store(arrived, 0)

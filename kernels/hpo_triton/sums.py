@@ -191,7 +191,7 @@ def count_tokens(counts, t, below, above):
 
 @triton.jit
 def add_tokens(sums, t, loss, penalty, entropy, REFERENCE: tl.constexpr):
-    """``entropy``: loaded, or None. Where a token is not valid x and s are 0, and with them what is made of them."""
+    """``entropy``: loaded, or None. Where a token is not valid x and s are 0, and so are the terms that they give."""
     deviation = exp(clamp(t.x, -STATISTIC_SATURATION, STATISTIC_SATURATION)) - 1.0
     s, s_square, s_k3 = sums.s, sums.s_square, sums.s_k3
     if REFERENCE:

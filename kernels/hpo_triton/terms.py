@@ -30,7 +30,7 @@ ABSOLUTE = tl.constexpr(int(Penalty.ABSOLUTE))
 
 SQUARE_SATURATION = tl.constexpr(25.0)  # of z, for heads that multiply the ratio by another large number, or by itself
 IMPLIED_SATURATION = tl.constexpr(68719476736.0)  # of the ratio in the implied policy of a negative-aware head
-SUM_SATURATION = tl.constexpr(2147483648.0)  # of z, for the head that has no ratio: what sums in fixed point hold
+SUM_SATURATION = tl.constexpr(2147483648.0)  # of z, for the head that has no ratio: the limit of sums in fixed point
 EXPONENT_SATURATION = tl.constexpr(7.5)  # of x, where its exponentials are added up: e^7.5 < 2048
 DEVIATION_SATURATION = tl.constexpr(2048.0)  # leaves room for 2^20 tokens, see fixed_point.py
 
@@ -101,7 +101,7 @@ def entering(x, negative, pre):
 
 @triton.jit
 def through_pre(flow, x, negative, pre):
-    """The gradient of the token's log-ratio from that of what is aggregated."""
+    """The gradient of the token's log-ratio from that of ``entering``."""
     value = flow
     if pre is not None:
         if len(pre.bounds) == 0:
@@ -121,7 +121,7 @@ def _exponent(x, SPLIT: tl.constexpr):
 
 @triton.jit
 def mean_exp_part(x, SPLIT: tl.constexpr):
-    """e^x - 1, what segments add up for a log mean exp; with the sign that separates the channels of a split."""
+    """e^x - 1, added up over segments for a log mean exp; with the sign that separates the channels of a split."""
     up = _exponent(x, SPLIT)
     part = -k3_slope(-up, exp(up))
     return tl.where(x < 0.0, -part, part) if SPLIT else part

@@ -41,7 +41,7 @@ class Reading(NamedTuple):
 
 class Loaded(NamedTuple):
     """A block of every tensor of tokens, as it lies in memory: masked positions hold anything. ``logp`` stands in for
-    what is not given."""
+    tensors that are not given."""
 
     logp: tl.tensor
     old_logp: tl.tensor

@@ -18,7 +18,7 @@
 
 extern "C" {
 const char* hpo_error(int status);
-// "AVX-512", "sm_80 sm_90 ...", "emulated": what runs; null where nothing can, hpo_error(hpo_unusable) then says why.
+// The code that runs: "AVX-512", "sm_80 sm_90 ...", "emulated"; null where none can, and hpo_error(hpo_unusable) says why.
 const char* hpo_description();
 // CUDA alone. A version is 12080 for CUDA 12.8; the driver's is the newest that it knows, and 0 without a driver.
 void hpo_cuda_versions(int* driver, int* runtime);

@@ -249,7 +249,7 @@ HPO_INLINE int64_t in_steps(double grad, int64_t largest) {
   return exponent == kOverflow ? 0 : int64_t(::rint(grad * steps_in_one(exponent)));
 }
 
-// The sum of gradients from its steps. Infinity and NaN stay what they are.
+// The sum of gradients from its steps. Infinity and NaN stay as they are.
 HPO_INLINE double from_steps(int64_t steps, int64_t largest) {
   const int exponent = exponent_of(largest);
   return exponent == kOverflow ? from_bits(largest) : double(steps) * step_of(exponent);

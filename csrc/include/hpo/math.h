@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-// The functions of a loop are inside it, whatever a compiler thinks of its length. Where hardly anybody waits for kernels, the
+// The functions of a loop are inside it, whatever a compiler thinks of its length. Where kernels are only tested, the
 // compiler decides, in a third of the time.
 #if defined(HPO_EMULATE) || defined(HPO_QUICK_TO_COMPILE)
 #define HPO_INSIDE

@@ -1,4 +1,4 @@
-// The arithmetic of a token's term where a gate asks for more than a clip and A e^z: the heads, the pre-gate, what lies beyond
+// The arithmetic of a token's term where a gate asks for more than a clip and A e^z: the heads, the pre-gate, factors beyond
 // the bounds, the penalty. C++ and CUDA call these, neither repeats them. The definition is hpo_core/reference/gates.py.
 #pragma once
 #include "gates.h"
@@ -85,7 +85,7 @@ HPO_INLINE F mean_exp_slope(bool split, F x) {
 
 // Heads that multiply the ratio by another large number, or by itself, saturate earlier than e^60.
 constexpr float kSquareSaturation = 25.0f;
-// The head without a ratio takes whatever sums in fixed point hold.
+// The head without a ratio takes all numbers that sums in fixed point hold.
 constexpr float kSumSaturation = 2147483648.0f;
 
 HPO_INLINE float saturation_of(Head head) {
@@ -94,11 +94,11 @@ HPO_INLINE float saturation_of(Head head) {
   return head == Head::simple || head == Head::mirror ? kSquareSaturation : kSaturation;
 }
 
-// The implied policy of a negative-aware head divides the ratio by what may be 2^-24.
+// The implied policy of a negative-aware head divides the ratio by 1 - target, which may be 2^-24.
 constexpr float kImpliedSaturation = 68719476736.0f;
 
-// Whether a ratio can be compared with it; that of a negative-aware head is a success rate, and no answer is wrong where it
-// is 1.
+// Whether a ratio can be compared with the target; that of a negative-aware head is a success rate, and no answer is wrong
+// where it is 1.
 HPO_INLINE bool is_target(Head head, bool negative, float target) {
   if (head == Head::negative_aware && negative) return target >= 0.0f && target < 1.0f;
   return target >= -FLT_MAX && target <= FLT_MAX;

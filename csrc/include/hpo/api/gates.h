@@ -22,7 +22,7 @@ enum class Penalty : int32_t { none = 0, k1 = 1, k2 = 2, k3 = 3, absolute = 4 };
 enum class KLEstimator : int32_t { none = 0, k1 = 1, k2 = 2, k3 = 3 };
 enum class KLGradient : int32_t { value = 0, straight_through = 1, importance = 2 };
 
-// The structure of a ratio gate: what may specialise a kernel. Everything else is a run-time number.
+// The structure of a ratio gate: the choices that may specialise a kernel. Everything else is a run-time number.
 struct GateStructure {
   TokenGate token;
   Head head;
@@ -57,8 +57,8 @@ struct PolicyLossArgs {
   const float* advantages;    // [rows], or [tokens] if advantage_per_token
   int32_t advantage_per_token;
   const float* threshold;     // [1], with score
-  // with a term: what some heads compare the ratio with, [rows], or [tokens] if target_per_token; and which tokens pay its
-  // penalty
+  // with a term: the targets that some heads compare with the ratio, [rows], or [tokens] if target_per_token; and the tokens
+  // that pay its penalty
   const float* target;
   int32_t target_per_token;
   const uint8_t* penalty_mask;  // [tokens]; null: every valid token

@@ -23,7 +23,7 @@ struct LogprobsArgs {
   float* logp;           // [rows]; -inf where the target is not in this part
   float* entropy;        // [rows]; null if kept == 2
   // [kept][rows]: greatest logit, sum of the others, mean distance, sum of squared probabilities. A part in which all logits
-  // are -inf has -inf and zeros, which is what merging leaves as it is; the whole is undefined then.
+  // are -inf has -inf and zeros, which change nothing when merged; a row of such parts alone is undefined.
   float* statistics;
 };
 

@@ -9,7 +9,7 @@ int hpo_scale(void* values, int64_t count, hpo::LogitType type, const float* fac
 // Both directions of token_logprobs in one launch, with d loss / d logp of a gate on tokens between them. Row r of
 // the logits predicts token r + 1; log-probabilities and entropies go to `logits.given`, by token, the gradient to
 // `logits.grad`. Of `args` the log-probabilities and outputs do not count. hierarchy: of depth 0, where a term is present, else
-// null. blocks: what hpo_loss_from_logits_blocks says.
+// null. blocks: the result of hpo_loss_from_logits_blocks.
 int hpo_loss_from_logits(const hpo::LogprobsBackwardArgs* logits, const hpo::PolicyLossArgs* args,
                          const hpo::GateStructure* structure, const hpo::GateNumbers* numbers, const hpo::Hierarchy* hierarchy,
                          int64_t blocks, int64_t context);

@@ -22,7 +22,7 @@ is_compiling = torch.compiler.is_compiling
 
 
 class Short:
-    """A dataclass whose ``repr`` says what differs from the defaults, on one line that makes it again."""
+    """A dataclass whose ``repr`` has the fields that differ from the defaults, on one line that makes it again."""
 
     def __repr__(self) -> str:
         said = []
@@ -131,7 +131,7 @@ def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str,
 
 
 def _with_numbers(function: Any, given: dict[str, Any], message: str) -> str:
-    """The message of an error. A message that names no argument of the function, but a part of what the function makes,
+    """The message of an error. A message that names no argument of the function, but a part of its result,
     gets the numbers of the call in front: ``nft(floor=-1.0): head_numbers: expected ...``."""
     numbers = ", ".join(f"{name}={value!r}" for name, value in given.items() if _are_numbers(value))
     named = re.findall(r"\w+", message.partition(": ")[0])
@@ -236,7 +236,7 @@ def check_member(name: str, value: Any, kind: type[enum.Enum], or_none: bool = F
 
 
 def check_choice(name: str, value: Any, known: Iterable[str], others: str = "") -> None:
-    """Check that the value is one of these names. ``others``: what else the argument may be, for the message."""
+    """Check that the value is one of these names. ``others``: other forms of the argument, for the message."""
     if not isinstance(value, str) or value not in known:
         check(False, "{}: expected one of {}{}, got {!r}", name, ", ".join(known), others, value)
 

@@ -377,7 +377,7 @@ def as_constant(
         check_device(name, tensor, device, whose)
     if tensor.requires_grad or has_tangent(tensor):
         found = "requires a gradient" if tensor.requires_grad else "has a tangent (of forward-mode derivatives)"
-        swapped = ", and as logp what the current policy says" if name == "old_logp" else ""
+        swapped = ", and as logp the log-probabilities of the current policy" if name == "old_logp" else ""
         raise ValueError(f"{name}: it is a constant of the loss but {found}; pass {name}.detach(){swapped}")
     if tensor.dtype is not dtype:
         check_real(name, tensor)

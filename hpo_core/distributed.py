@@ -21,7 +21,7 @@ from .checks import check, require_type
 
 # All of them: a caller refuses a dtype in words of its own, on every rank alike.
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
-_FORM = 5  # of what a rank gives, in numbers: its length, the place of its dtype, its dimensions, and two more sizes
+_FORM = 5  # numbers that describe a rank's tensor: length, place of its dtype, dimensions, and two more sizes
 
 _GROUP: ContextVar[ProcessGroup | None] = ContextVar("hpo_core_ranks", default=None)
 
@@ -54,7 +54,7 @@ def check_is_step(
     name: str, verb: str, batch: PackedBatch, whole: str, ranks: str, group: ProcessGroup | None = None
 ) -> None:
     """Check that a default made of this batch's tokens, and those of the ``group``, is not known to miss some of the
-    optimiser step. ``whole``, ``ranks``: what to pass instead."""
+    optimiser step. ``whole``, ``ranks``: the arguments to pass instead."""
     check(
         not batch.is_part,
         "{}: this batch is a part of a larger one, and by default would {} its own tokens alone; pass {} of the whole",

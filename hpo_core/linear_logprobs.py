@@ -161,7 +161,7 @@ def _check_tensors(
         "weight: expected shape [V, D] with the {} columns of hidden, got {}; {}",
         hidden.shape[-1],
         list(weight.shape),
-        "use weight.T" if weight.shape[0] == hidden.shape[-1] else "hidden is what the head multiplies",
+        "use weight.T" if weight.shape[0] == hidden.shape[-1] else "hidden is the head's input",
     )
     check_device("weight", weight, hidden.device, "hidden")
     check_targets(targets, hidden, "hidden")

@@ -97,8 +97,8 @@ def token_logprobs(
             size exists. Autograd then raises for every other eager operation that has kept the logits; do not read
             them after the backward. Hooks for saved tensors, as of ``torch.utils.checkpoint(use_reentrant=False)``, are
             refused, because autograd notices nothing under them. Leave False where code of ``torch.compile`` returns
-            the logits as a view of what its own backward reads (``tanh(x).view(...)``): nothing raises there, and its
-            gradient would be wrong.
+            the logits as a view of a tensor that its own backward reads (``tanh(x).view(...)``): nothing raises there,
+            and its gradient would be wrong.
         process_group: ranks that each hold consecutive columns of one vocabulary (``logits`` are this rank's) and the
             same targets. The forward makes one all-gather of ``4 T`` floats, the backward none: results are the same
             on all ranks, and their upstream gradients must be, too. Eager calls only.
@@ -109,7 +109,7 @@ def token_logprobs(
         :class:`TokenLogprobs`. A row that holds NaN or +inf, or -inf only, gives NaN.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was expected, what came, and the fix. On a GPU, where reading
+        ValueError, TypeError: naming the argument, the expected and given values, and the fix. On a GPU, where reading
         them would synchronise, a temperature that is not allowed, an id of ``support_ids`` outside the vocabulary, and
         the first token of a row inside the mask give NaN instead. A target outside the vocabulary gives NaN everywhere.
 
@@ -360,13 +360,13 @@ def _of_ids(rows: LogitRows, ids: torch.Tensor) -> LogitRows:
 def _check_in_place(rows: LogitRows, reference: bool, ids: torch.Tensor | None, is_same: bool) -> None:
     """Check that the logits are memory which the backward may write over, where there is to be one."""
     logits = rows.logits
-    if not logits.requires_grad or not torch.is_grad_enabled() or is_traced(logits):  # the operator refuses who watches
+    if not logits.requires_grad or not torch.is_grad_enabled() or is_traced(logits):  # the operator refuses traces
         return
     fix = "leave inplace_gradient=False"
     check(not reference, f"inplace_gradient: the reference has a graph of its own; {fix}")
     check(
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
-        f"inplace_gradient: expected a graph that keeps the logits themselves, got hooks for what it keeps "
+        f"inplace_gradient: expected a graph that keeps the logits themselves, got hooks for saved tensors "
         f"(torch.utils.checkpoint, save_on_cpu), under which autograd tells no other operation that they change; {fix}",
     )
     check(ids is None, f"inplace_gradient: with support_ids the gradient is that of other tensors; {fix}")

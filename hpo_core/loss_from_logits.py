@@ -83,10 +83,10 @@ def policy_loss_from_logits(
         temperature: as in :func:`token_logprobs`.
         inplace_gradient: whether the gradient overwrites the logits, so that no second ``[T, V]`` tensor exists. The
             logits must not be a leaf that requires grad, nor be read or written after this call, nor be a view that
-            code of ``torch.compile`` returns of what its own backward reads, as in :func:`token_logprobs`.
+            code of ``torch.compile`` returns of a tensor that its own backward reads, as in :func:`token_logprobs`.
 
     Traps: the gradient stands in the dtype of the logits before the incoming one multiplies it. In float16 it loses
-    what a loss scaler is there to keep: call the two functions, which multiply first.
+    the small values that a loss scaler is there to keep: call the two functions, which multiply first.
 
     Raises:
         ValueError, TypeError: naming the argument. Two kinds of gates are refused: with levels, or corrections over
@@ -143,7 +143,7 @@ def policy_loss_from_logits(
         inputs = inputs._replace(entropy=entropy)
     loss, vector, *_ = run(inputs._replace(logp=logp), spec, False, False)
     if grad is not None:
-        if inplace_gradient:  # whatever has kept the logits for its own backward is told
+        if inplace_gradient:  # every operation that has kept the logits for its own backward is told
             torch.autograd.graph.increment_version(logits)
         loss, _ = _apply(logits, loss, grad, backend)
     return PolicyLossFromLogits(loss, observed(vector, None, prepared.positive), logp, entropy)
@@ -155,7 +155,7 @@ def _check_alone(old_logp: torch.Tensor | None, gate: RatioGate | None, options:
         not options.get("report") and options.get("process_group") is None,
         "report, process_group: policy_loss_from_logits knows neither; call token_logprobs and policy_loss",
     )
-    if not isinstance(gate, RatioGate):  # None, or what policy_loss refuses
+    if not isinstance(gate, RatioGate):  # None, or a type that policy_loss refuses
         return
     check(
         not gate.levels and all(each.unit is None for each in gate.corrections),

@@ -104,10 +104,10 @@ def policy_loss(
         gate_inputs: inputs of some gates beside the batch, a :class:`~hpo_core.gates.GateInputs`: ``bounds``,
             ``target``, ``token_mask``, ``penalty_mask``, ``aggregates``, ``token_weight``. A gate that ``needs`` one
             names the function of :mod:`hpo_core.gates` that makes it.
-        advantage_level: what advantages belong to: ``"row"``, the default; ``"token"``: ``[T]`` (or ``[B, L]``);
+        advantage_level: the units of advantages: ``"row"``, the default; ``"token"``: ``[T]`` (or ``[B, L]``);
             ``"step"``: ``[N]``, of a step of several ranges that of the first; ``"trajectory"``, ``"group"``,
             ``"domain"``: entry i belongs to id i. It is said, never read off a shape, which may fit several.
-        report: what to return beside loss and metrics, any of ``"tokens"``: loss_t ``[T]`` (detached; not multiplied by
+        report: the results beside loss and metrics, any of ``"tokens"``: loss_t ``[T]`` (detached; not multiplied by
             ``weights``); ``"levels"``: metrics of each level of the gate, a :class:`~hpo_core.LevelMetrics`, made of
             the sums of its segments, without another sweep over log-probabilities (``gspo`` and others with quick
             kernels use the general ones then, within rounding of the same gradient); ``"corrections"``:
@@ -125,7 +125,7 @@ def policy_loss(
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was expected, what came, and the fix.
+        ValueError, TypeError: naming the argument, the expected and given values, and the fix.
 
     >>> import hpo_core as hpo
     >>> batch = hpo.PackedBatch.from_lengths([3, 2])
@@ -199,7 +199,7 @@ def hierarchical_policy_loss(
 
     Args:
         logp, old_logp: as in :func:`policy_loss`.
-        rewards: ``[S]``, ``[N]`` with an estimator of steps, or what the estimator takes.
+        rewards: ``[S]``, ``[N]`` with an estimator of steps, or of the shape that the estimator takes.
         batch: with ``group_ids``, if the estimator takes them.
         advantage: an estimator, or ``functools.partial`` of one, or a function of your own. It is called with the
             rewards and, by name, those of ``group_ids``, the batch's ``domain_ids`` if it has some, ``batch``,
@@ -211,10 +211,10 @@ def hierarchical_policy_loss(
             several ranks. Where micro-batches cut groups, or the estimator is over the whole batch, as ``lite_ppo``,
             compute the advantages of the step once and give :func:`policy_loss` ``advantages[part.rows]``.
         gate: as in :func:`policy_loss`.
-        options: the keywords of :func:`policy_loss`. ``threshold``: what ``window.fit`` returned for the whole
-            optimiser step; here by default fitted on this batch, which must be that step: with ``process_group`` on the
-            batches of its ranks, by collectives of its own (three all-reduces), whether or not a level spans ranks;
-            else on one rank.
+        options: the keywords of :func:`policy_loss`. ``threshold``: the state that ``window.fit`` returned for the
+            whole optimiser step; here by default fitted on this batch, which must be that step: with ``process_group``
+            on the batches of its ranks, by collectives of its own (three all-reduces), whether or not a level spans
+            ranks; else on one rank.
 
     >>> import hpo_core as hpo
     >>> batch = hpo.PackedBatch.from_lengths([2, 2], group_ids=torch.tensor([0, 0]))
@@ -234,7 +234,7 @@ def hierarchical_policy_loss(
         level = level_of(advantage)
     check(
         level_of(advantage) != "selection",
-        "advantage: {} chooses rollouts and gives none an advantage; pass what it returns as mask= of an estimator, "
+        "advantage: {} chooses rollouts and gives none an advantage; pass its result as mask= of an estimator, "
         "fixed with functools.partial",
         name_of(advantage),
     )
@@ -295,7 +295,7 @@ def _advantages(
         check_shape("rewards", rewards, ids.shape, meaning)
     try:
         advantages = estimator(rewards, **given)
-    except TypeError:  # Python's words do not say what there would be
+    except TypeError:  # Python's message does not say which arguments the call has
         check_keywords("advantage", estimator, list(told), f"a call of level {level!r}")
         raise
     require_type(

@@ -444,7 +444,7 @@ class Native:
 
 
 def _logits(rows: LogitRows) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The logits and what kernels of both directions take."""
+    """The logits, and the arguments of kernels of both directions."""
     logits, layout = rows.at_two_strides()
     return logits, (
         (rows.targets.numel(), logits.shape[-1], rows.first, rows.vocabulary), layout, logits,

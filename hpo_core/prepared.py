@@ -1,4 +1,4 @@
-"""The arguments of a policy loss, checked once and brought to what kernels take."""
+"""The arguments of a policy loss, checked once and made into those of kernels."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def prepare(
         )
         check(
             rollout_logp is not None or not gate.needs_rollout,
-            "rollout_logp: the gate {!r} corrects what the sampler and old_logp differ by, and got none; pass the "
-            "sampler's log-probabilities (old_logp, where the sampler is the old policy), or another gate",
+            "rollout_logp: the gate {!r} corrects by the sampler's log-probabilities, and got none; pass the "
+            "sampler's (old_logp, where the sampler is the old policy), or another gate",
             gate.name,
         )
         check(
@@ -166,7 +166,7 @@ def prepare(
     if window is not None or threshold is not None or selection is not None:
         score, limit, strict = _compared(window, threshold, selection, score, entropy, batch, backend, token)
         if limit is not None:
-            limit = checked_constant("threshold", limit, (1,), "[1] (what window.fit returned)", dtype, device)
+            limit = checked_constant("threshold", limit, (1,), "[1] (as window.fit returned it)", dtype, device)
     target_per_token = per_token = False
     of_rows = (batch.rows,)
     is_usual = is_eager and advantage_level is None and selection is None
@@ -347,7 +347,7 @@ def _compared(
         threshold = window.fit_score(score, backend=backend)
     if isinstance(threshold, WindowState):
         check_state(window, threshold, score, backend)
-        threshold = examined("threshold", threshold.threshold, "[1] (what window.fit returned)")
+        threshold = examined("threshold", threshold.threshold, "[1] (as window.fit returned it)")
         score = rounded_as(score, threshold).to(score.dtype)
     return score, threshold, window.strict
 

@@ -46,7 +46,7 @@ def exchange_of(
     Raises:
         ValueError, TypeError: nothing spans ranks, or aggregates that do not fit the levels of ``spec``.
     """
-    asked, reason = "report", "'levels' is made of what segments add up of their tokens"
+    asked, reason = "report", "'levels' is made of sums over the tokens of segments"
     if process_group is not None or aggregates is not None:
         asked = "aggregates" if process_group is None else "process_group"
         reason = "no process knows which of them others hold, too"
@@ -106,7 +106,7 @@ class _Span(NamedTuple):
     group: ProcessGroup
 
     def reduce(self, table: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> None:
-        """Make of each of these segments in ``[levels, P, n]`` what all ranks have, in place."""
+        """Reduce each of these segments in ``[levels, P, n]`` over all ranks, in place."""
         if self.slots == 0:  # as every rank knows
             return
         nothing = 0 if op == torch.distributed.ReduceOp.SUM else _least(table.dtype)
@@ -149,7 +149,7 @@ def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor
         if ids is None:
             continue
         by = torch.full_like(ids, unit)
-        for finer in (Unit.GROUP, Unit.TRAJECTORY):  # what is in none is one by itself, on all its ranks
+        for finer in (Unit.GROUP, Unit.TRAJECTORY):  # a finer segment in none is one by itself, on all its ranks
             of_finer = _ids_of_leaves(batch, finer, hierarchy)
             if finer < unit and of_finer is not None:
                 ids, by = torch.where(ids < 0, of_finer, ids), by.masked_fill(ids < 0, finer)
@@ -160,7 +160,7 @@ def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor
 
 
 def _ids_of_leaves(batch: PackedBatch, unit: Unit, hierarchy: Hierarchy) -> torch.Tensor | None:
-    """``[P]``: by what id the segment of each leaf is named."""
+    """``[P]``: the id that names the segment of each leaf."""
     ids = batch.ids(unit)
     if ids is None or unit is not Unit.STEP:
         return None if ids is None else ids[hierarchy.row]
@@ -168,7 +168,7 @@ def _ids_of_leaves(batch: PackedBatch, unit: Unit, hierarchy: Hierarchy) -> torc
 
 
 class _Reduced(torch.autograd.Function):
-    """A sum over ranks, whose derivative is one, too: every rank's loss reads what every rank has added."""
+    """A sum over ranks, whose derivative is one, too: every rank's loss reads the sums of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, table: torch.Tensor, span: _Span) -> torch.Tensor:
@@ -190,10 +190,10 @@ class _Given(NamedTuple):
 
     level: int
     is_mean: bool
-    values: torch.Tensor  # [P, 2] float64, by channel: of what segments add up; NaN: none is given
+    values: torch.Tensor  # [P, 2] float64, by channel: of the numbers that segments add up; NaN: none is given
 
     def put(self, table: torch.Tensor, one: float) -> None:
-        """Writes the sums they come from into ``[levels, P, 3]``, as multiples of ``1 / one``."""
+        """Writes the sums of these aggregates into ``[levels, P, 3]``, as multiples of ``1 / one``."""
         size, own = table[self.level, :, :1].detach(), table[self.level, :, 1:]
         sums = self.values * one * (size.clamp(min=1) if self.is_mean else 1)
         sums = sums.nan_to_num().clamp(-_LARGEST, _LARGEST)
@@ -261,9 +261,9 @@ def _ids_of_segments(batch: PackedBatch, units: tuple[Unit, ...], level: int) ->
 
 
 class SegmentExchange:
-    """A :class:`~hpo_core.specs.Exchange`: what other ranks have is added, then what is given takes its place.
+    """A :class:`~hpo_core.specs.Exchange`: it adds the sums of other ranks, then puts given aggregates in their place.
 
-    ``batch`` is that of the call; ``seen`` is the table of sums that came out, and what they are multiples of.
+    ``batch`` is that of the call; ``seen`` is the resulting table of sums, and the number of which they are multiples.
     """
 
     seen: tuple[torch.Tensor, float]
@@ -274,7 +274,7 @@ class SegmentExchange:
         self._given = given
 
     def total(self, table: torch.Tensor) -> torch.Tensor:
-        """A new table ``[levels, P, n]``: the sum, for each segment, of what the ranks have that share it."""
+        """A new table ``[levels, P, n]``: the sum, for each segment, over the ranks that share it."""
         table = table.clone()
         if self._span is not None:
             self._span.reduce(table)

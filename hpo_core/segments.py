@@ -103,7 +103,7 @@ def recurrence(
 def scan(
     values: torch.Tensor, gains: torch.Tensor, cu_seqlens: torch.Tensor, backend: str | None, forward: bool = False
 ) -> torch.Tensor:
-    """:func:`recurrence` in float64: what estimators go on to compare."""
+    """:func:`recurrence` in float64, for estimators, which compare its results."""
     rows = cu_seqlens.to(torch.int64)
     if forward:
         return scan(values.flip(0), gains.flip(0), values.numel() - rows.flip(0), backend).flip(0)

@@ -114,7 +114,7 @@ def value_loss(
     are made of advantages before these are whitened.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was expected, what came, and the fix.
+        ValueError, TypeError: naming the argument, the expected and given values, and the fix.
 
     >>> import hpo_core as hpo
     >>> batch = hpo.PackedBatch.from_lengths([3])

@@ -234,7 +234,7 @@ def test_scores_are_compared_as_they_are(backend, threshold):
 def test_threshold_of_the_wrong_shape_is_refused():
     batch, window = hpo.PackedBatch.from_lengths([3]), forking_tokens()
     state = window.fit(torch.rand(3), batch)
-    with pytest.raises(ValueError, match=r"state\.threshold: expected shape \[1\] \(what fit returned\)"):
+    with pytest.raises(ValueError, match=r"state\.threshold: expected shape \[1\] \(as fit returned it\)"):
         window.apply(torch.rand(3), batch, state._replace(threshold=torch.rand(3)))
 
 

@@ -307,7 +307,7 @@ def test_shares_of_tokens_are_short_fractions(backend):
     for call in (E.d3s_tokens, E.hicra_tokens):
         with pytest.raises(
             ValueError,
-            match=r"share: expected a short decimal or a Fraction, got 0.3333.*'1/3', or round what a schedule",
+            match=r"share: expected a short decimal or a Fraction, got 0.3333.*'1/3', or round the value of a schedule",
         ):
             call(entropy, advantages, batch, share=1 / 3, backend=backend)
 

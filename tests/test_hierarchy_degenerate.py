@@ -213,7 +213,7 @@ def test_steps_that_are_none(broken, native_backends):
         ),
         (
             lambda: RatioGate("g", SMALL, (Level(Identity(), aggregate=MEAN_EXP),), pre=SMALL),
-            "pre: a clip of x takes the place of what is aggregated, and so does e\\^x",
+            "pre: a clip of x takes the place of the aggregated x, and so does e\\^x",
         ),
         (
             lambda: RatioGate("g", Drop(), (Level(Identity(), aggregate=MEAN_EXP),), Head.CENSORED),

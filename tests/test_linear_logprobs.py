@@ -513,7 +513,7 @@ def test_the_backward_holds_the_hidden_gradient_once_in_float32():
         ({"hidden": torch.zeros(2, 4, dtype=torch.float64)}, TypeError, "hidden: expected dtype float32 or bfloat16"),
         ({"hidden": torch.tensor(1.0)}, ValueError, "hidden: expected shape"),
         ({"weight": torch.zeros(0)}, ValueError, r"weight: expected shape .*; if FSDP or ZeRO holds the head in parts"),
-        ({"weight": torch.zeros(5, 3)}, ValueError, r"weight: .* 4 columns of hidden, got \[5, 3\]; hidden is what"),
+        ({"weight": torch.zeros(5, 3)}, ValueError, r"weight: .* 4 columns of hidden, got \[5, 3\]; hidden is the"),
         ({"weight": torch.zeros(4, 5)}, ValueError, r"weight: .* the 4 columns of hidden, got \[4, 5\]; use weight\.T"),
         ({"weight": torch.zeros(0, 4)}, ValueError, "weight: expected a vocabulary of at least one token"),
         ({"weight": torch.zeros(5, 4, dtype=torch.int8)}, TypeError, "weight: .*; dequantise a quantised weight"),

@@ -54,7 +54,7 @@ def error_cases():
         (
             {"old_logp": logp.clone().requires_grad_()},
             ValueError,
-            "old_logp: it is a constant of the loss but requires a gradient; pass old_logp.detach(), and as logp what",
+            "old_logp: it is a constant of the loss but requires a gradient; pass old_logp.detach(), and as logp the",
         ),
         ({"token_mask": logp}, TypeError, "token_mask: expected dtype bool, got float32"),
         ({"token_weight": mask}, TypeError, "token_weight: expected dtype float32, got bool"),
@@ -119,7 +119,7 @@ def error_cases():
         (
             {**selecting, "threshold": torch.ones(2)},
             ValueError,
-            "threshold: expected shape [1] (what window.fit returned)",
+            "threshold: expected shape [1] (as window.fit returned it)",
         ),
         ({**selecting, "threshold": 0.5}, TypeError, "threshold: expected a tensor [1]"),
         ({**selecting, "threshold": state.to("meta")}, ValueError, "threshold: expected device cpu"),

@@ -72,7 +72,7 @@ def test_the_single_call_takes_a_padded_mask():
         (
             {"advantage": functools.partial(hpo.advantages.d3s_samples, k=2)},
             ValueError,
-            "advantage: d3s_samples chooses rollouts and gives none an advantage; pass what it returns as mask= of",
+            "advantage: d3s_samples chooses rollouts and gives none an advantage; pass its result as mask= of",
         ),
         ({"rewards": [1.0]}, TypeError, "rewards: expected a tensor, got <class 'list'>"),
         ({"window": entropy.ares()}, ValueError, "entropy: a window needs the entropies [T]; pass entropy="),

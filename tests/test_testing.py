@@ -237,7 +237,7 @@ def test_a_kernel_that_writes_its_inputs_is_judged_by_what_it_was_given():
         report = testing.check(kernel, op, examples=40, only=[exact, UNWRITTEN])
         assert report.broken == (exact, UNWRITTEN), report
         written = report.verdicts[1]
-        assert written.detail == f"the kernel wrote what it was given as {name}"
+        assert written.detail == f"the kernel wrote to the argument {name}"
         if op == "dr_grpo":  # what was given, not what was left
             assert "rewards = [" in written.received and "rewards = [0.0]" not in written.received
     assert testing.explain(testing.random_policy_loss(0, gates.ppo_clip()), clamps).differing == 2

@@ -144,7 +144,7 @@ def test_corrections_read_what_the_sampler_says(tmp_path):
     inputs, scored = micro_batch()
     trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": hpo.gates.icepop(), "rollout_func": lambda *_: {}})
     trainer.current_gradient_accumulation_steps = 1
-    with pytest.raises(ValueError, match=r"^gate: 'icepop' corrects what the sampler's log-probabilities differ by"):
+    with pytest.raises(ValueError, match=r"^gate: 'icepop' corrects by the sampler's log-probabilities"):
         loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
     rollout = inputs["old_per_token_logps"] + torch.where(torch.arange(LENGTH) == 2, 3.0, 0.0)  # e^-3 is below 0.5
     unscored = torch.arange(LENGTH) == 3  # by vLLM: the ratio there is 1

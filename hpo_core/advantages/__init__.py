@@ -13,9 +13,9 @@ Common arguments:
     mask: ``[S]`` bool, the units that enter the statistics. Default: all.
     apply_mask: ``[S]`` bool, the units that receive an advantage. Default: the same as ``mask``.
     ddof: the variance of n units divides by ``n - ddof``.
-    eps: keeps the division by a deviation, or by what stands in its place, finite.
+    eps: keeps the division by a deviation, or by another scale in its place, finite.
     singleton: a group of one: ``"zero"`` (its advantage is 0), or ``"raw"`` (its reward is kept, as if its mean were 0
-        and its deviation 1, to which eps is added, or of :func:`lite_ppo` that of the batch: what verl's loops do).
+        and its deviation 1, to which eps is added, or of :func:`lite_ppo` that of the batch: verl's loops do so).
     step_rewards: ``[N]`` floating point, the immediate reward of each step. One that is NaN or infinite makes the
         returns of its step and of the steps before it unknown, and the sum of its trajectory: unknown returns and sums
         are in no statistic and add 0.

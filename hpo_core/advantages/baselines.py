@@ -68,7 +68,7 @@ def poise(
     gets 0.
 
     Args:
-        predictions: ``[S]``, what the probe makes of each rollout's features.
+        predictions: ``[S]``, the reward that the probe predicts from each rollout's features.
         sources: ``[S]`` int64, the place of the rollout whose prediction each unit takes.
 
     >>> poise(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.75]), torch.tensor([1, 0]))

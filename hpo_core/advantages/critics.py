@@ -74,8 +74,8 @@ def archer_td(
             target copies that it keeps for their own targets.
         values, second_values: V1 and V2 ``[N]``. None: V1 alone.
 
-    A token baseline goes in by ``policy_loss(advantages=)`` per token: subtract it from what this gives. An utterance
-    of which a critic says NaN gets 0.
+    A token baseline goes in by ``policy_loss(advantages=)`` per token: subtract it from these advantages. An
+    utterance for which a critic gives NaN gets 0.
 
     >>> archer_td(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([0.25]))
     tensor([0.2500])

@@ -26,8 +26,8 @@ def over_ranks(
     """The estimator over the units of all ranks: units with equal ids are one group wherever they lie.
 
     All ranks call it, each with its own units (or none), and get the advantages of their own. Scalars of units are
-    gathered and every rank computes the same from them: bitwise what one process would. A round trip per argument, some
-    100 KB for 10^4 units; it synchronises, because the numbers of units are read.
+    gathered and every rank computes the same from them, bitwise the result of one process. A call takes a round trip
+    per argument, some 100 KB for 10^4 units, and synchronises, because the numbers of units are read.
 
     Args:
         estimator: one of rows or steps, or ``functools.partial`` of one, that returns ``[U]``. Of its arguments the
@@ -37,9 +37,9 @@ def over_ranks(
         process_group: ranks of which no two have the same unit, such as a piece of one response each: it would count
             for each of them. Default: all processes.
         tables: gather the statistics of groups instead of the units: 56 bytes per group, rank and statistic, for many
-            units (steps, tokens) in few groups. Equal on all ranks to the bit, and within rounding of float32 what one
-            process computes; equal rewards still give exactly 0. Trajectories must lie whole on a rank. Estimators that
-            rank units, or count groups, need the units and are refused.
+            units (steps, tokens) in few groups. Advantages are equal on all ranks to the bit, and to those
+            of one process within rounding of float32; equal rewards still give exactly 0. Trajectories must lie whole
+            on a rank. Estimators that rank units, or count groups, need the units and are refused.
 
     >>> from hpo_core.advantages import gigpo
     >>> over_ranks(gigpo).level  # with several processes: over_ranks(grpo)(rewards, group_ids)
@@ -80,7 +80,7 @@ def _run(
     *arguments: Any,
     **keywords: Any,
 ) -> torch.Tensor:
-    if isinstance(estimator, functools.partial):  # what is fixed belongs to units, too
+    if isinstance(estimator, functools.partial):  # the fixed keywords belong to units, too
         check(not estimator.args, "estimator: expected a partial of keywords only, got {}", estimator.args)
         keywords = estimator.keywords | keywords
         estimator = estimator.func

@@ -71,7 +71,7 @@ def grpo_of_exact(
     mask: torch.Tensor | None = None,
     backend: str | None,
 ) -> torch.Tensor:
-    """:func:`grpo` of values ``exact``, computed in float64 from these rewards: members keep what tells them apart."""
+    """:func:`grpo` of values ``exact``, computed in float64 from these rewards: members keep their differences."""
     worth = about_group(exact, rewards, group_ids, mask=mask, backend=backend)
     return grpo(worth, group_ids, ddof=ddof, eps=eps, mask=mask, backend=backend)
 
@@ -227,7 +227,7 @@ def lite_ppo(
         check(not rule.keep_singletons, alone, singleton)
         scored = grouped(torch.isfinite(rewards), group_ids)
         centred = dr_grpo(rewards, group_ids, mask=mask, apply_mask=scored, backend=backend)
-        rewards = torch.where(scored, centred, torch.nan)  # what has no deviation enters none of the batch
+        rewards = torch.where(scored, centred, torch.nan)  # units without a deviation enter no statistic
     return _normalise(rewards, group_ids, mask, apply_mask, rule, backend)
 
 
@@ -405,7 +405,7 @@ def whiten(
     float32.
 
     With ``lengths`` ``[S]``, the tokens of each unit, statistics count a unit once for each of its tokens:
-    ``(A - mean) / sqrt(var + eps)``. That is what trainers do to token advantages (verl's ``masked_whiten``, but for
+    ``(A - mean) / sqrt(var + eps)``. Trainers do the same to token advantages (verl's ``masked_whiten``, but for
     its 1e-8 beside counts): a value that is constant on a unit needs no ``[T]``.
 
     >>> whiten(torch.tensor([1.0, 2.0, 3.0]))

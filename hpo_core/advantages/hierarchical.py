@@ -1,4 +1,4 @@
-"""Estimators over nested groupings: steps in trajectories, trajectories in prompts, and what lies between."""
+"""Estimators over nested groupings: steps in trajectories, trajectories in prompts, and groupings between these."""
 
 from __future__ import annotations
 
@@ -249,8 +249,8 @@ def m_grpo(
 
     Args:
         multiplicity: ``[S]`` floating point, how often the alignment takes each sub-trajectory: rollouts are brought to
-            a common number d of them by copying and dropping at random. ``d / d_k``, what is expected of a rollout with
-            d_k, makes it deterministic. The loss weighs them the same way. None: once each.
+            a common number d of them by copying and dropping at random. ``d / d_k``, the mean multiplicity in a rollout
+            with d_k of them, makes it deterministic. The loss weighs them the same way. None: once each.
 
     Traps: the authors' release (AQ-MedAI/MrlX 0d04788) leaves advantages to slime's ``grpo`` with ddof 1 and eps 1e-6,
     that is :func:`grpo`, and aligns nothing: sub-trajectories come from a queue.
@@ -335,7 +335,7 @@ def stratified(
     float32.
 
     Args:
-        stratum_ids: ``[S]``, what is alike inside a prompt: say, the number of searches.
+        stratum_ids: ``[S]``, equal for the units of a stratum inside a prompt: say, the number of searches.
         alpha: 0 is GRPO, 1 (no default of the paper is confirmed) compares inside strata alone. A stratum of one unit
             adds 0.
 
@@ -365,13 +365,13 @@ def thor(
     runs (arXiv 2509.13761 and its code). Returns ``[S]`` float32.
 
     GRPO's, inside the problem and inside the prefix. In the authors' trainer both are rows of one batch, of which a
-    prefix and outputs of tools are masked: ``token_mean`` counts what is left.
+    prefix and outputs of tools are masked: ``token_mean`` counts the other tokens.
 
     Args:
         rewards: ``[S]``, of a trajectory its answer's, of a continuation 1 where its code runs.
         is_step: ``[S]`` bool, whether a unit is a continuation that was sampled again from a step that had failed.
-        prefix_ids: ``[S]``, what a continuation continues, negative: nothing (its advantage is 0); of trajectories not
-            read.
+        prefix_ids: ``[S]``, the prefix of each continuation; negative: none (its advantage is 0). Those of
+            trajectories are not read.
         step_weight: of continuations; the code has 1.
 
     Traps: the authors clip as ``gates.ppo_clip(0.2, 0.28, 3.0)`` does and add 0.01 times the mean negative logp

@@ -81,8 +81,8 @@ def gdpo(
             do: ``(S - mean) / sqrt(var + 1e-8)``, units weighing as many as they have. Without it over samples, as in
             TRL.
         eps: 1e-4 without lengths (TRL), 1e-6 with them (verl) by default.
-        singleton: what a group of one has before the batch is normalised: 0 without lengths (``"zero"``), the weighted
-            sum of its rewards with them, as in verl (``"raw"``), by default.
+        singleton: the value of a group of one before the batch is normalised: 0 without lengths (``"zero"``), the
+            weighted sum of its rewards with them, as in verl (``"raw"``), by default.
 
     A unit that one reward does not score has nothing from that reward; a unit that no reward scores is in no statistic.
 
@@ -167,7 +167,7 @@ def hila(
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """HILA's inner loop: GRPO, ddof 0, of success minus what the action costs (arXiv 2603.07972). Returns ``[S]``
+    """HILA's inner loop: GRPO, ddof 0, of success minus the cost of the action (arXiv 2603.07972). Returns ``[S]``
     float32.
 
     The outer loop, which learns from the expert's answers, is supervised and has no advantage.
@@ -177,7 +177,7 @@ def hila(
         is_deferred, is_created: ``[S]`` bool, whether the action asks the expert, or writes a new answer; an action
             that does neither takes over another agent's answer and costs nothing.
         group_ids: ``[S]``, the candidate actions of one agent in one round of one problem.
-        defer_cost, create_cost: what such an action costs.
+        defer_cost, create_cost: the costs of these two actions.
 
     >>> hila(torch.tensor([1.0, 1.0]), torch.tensor([True, False]), torch.tensor([False, True]), None)
     tensor([-1.0000,  1.0000])
@@ -218,7 +218,7 @@ def unidoc_rl(
         form: ``[S]``, 1 for all tags, 1/2 for all but the answer's, else 0.
         answer_weight, step_weight: 0.6 and 0.1, the code's.
 
-    A unit that lacks one of the five is in no statistic and gets 0, even where the form closes what it lacks.
+    A unit that lacks one of the five is in no statistic and gets 0, even where the form closes the missing level.
 
     >>> ones, form = torch.ones(3), torch.tensor([1.0, 0.5, 0.0])
     >>> unidoc_rl(ones, ones, ones, ones, form, None)

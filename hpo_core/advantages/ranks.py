@@ -94,7 +94,7 @@ def arena(
         ranks: ``[S]`` floating point, 0 the best of its group. Of ties each has the mean of their ranks in the authors'
             Swiss tournament, the best of them in their round robin and against their anchor.
 
-    Traps: for n - 1 the last two take the worst rank, which changes only what eps weighs.
+    Traps: the last two tournaments take the worst rank in place of n - 1, which changes only the weight of eps.
 
     >>> arena(torch.tensor([0.0, 1.0, 2.0, 3.0]), None)
     tensor([ 1.1619,  0.3873, -0.3873, -1.1619])
@@ -194,9 +194,9 @@ def pkpo(
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """PKPO: what a response adds to the best of k, ``max r_I - max r_J`` on average over the sets I of k responses of
-    the prompt, J being I without it; 0 for the sets without it (arXiv 2505.15201, ``s^(loo-1)``). Returns ``[S]``
-    float32.
+    """PKPO: the contribution of a response to the best of k, ``max r_I - max r_J`` on average over the sets I of k
+    responses of the prompt, J being I without it; 0 for the sets without it (arXiv 2505.15201, ``s^(loo-1)``). Returns
+    ``[S]`` float32.
 
     Of n rewards in ascending order ``A_i = A_{i-1} + (r_i - r_{i-1}) C(i, k - 1) / C(n, k)``, i from 0: the k - 1 worst
     get 0, none is negative. The sum is an unbiased estimate of how far the best of k leads the second; at k = n it is

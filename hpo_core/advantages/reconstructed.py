@@ -1,4 +1,4 @@
-"""Estimators of which only an abstract or a partial account is public: what was assumed stands in each docstring.
+"""Estimators of which only an abstract or a partial account is public: the assumptions stand in each docstring.
 
 Not here: the graphs of GraphGPO and RewardFlow, which are built on the host.
 """
@@ -87,8 +87,8 @@ def hi_agent(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Hi-Agent's foresight advantage: sub-goals proposed in one state compared by their form, by what the low-level
-    model makes of them, and by what may follow (arXiv 2510.14388). Returns ``[S]`` float32.
+    """Hi-Agent's foresight advantage: sub-goals proposed in one state compared by their form, by their execution by
+    the low-level model, and by the value of their future (arXiv 2510.14388). Returns ``[S]`` float32.
 
     Assumed: GRPO, ddof 1 and eps, of ``w_1 format + w_2 execution + w_3 future``, and weights of 1: the paper names the
     three parts. A sub-goal that lacks one is in no statistic and gets 0.
@@ -194,7 +194,7 @@ def chrpo(
     backend: str | None = None,
 ) -> torch.Tensor:
     """CHRPO (Extra-CoT): the main reward for all tokens of a response, a second one for its control token (arXiv
-    2602.08324). Returns ``[2, S]`` float32: for all tokens, and what the control token gets besides.
+    2602.08324). Returns ``[2, S]`` float32: the advantage of all tokens, and that of the control token besides.
 
     Args:
         control_rewards: ``[S]``, of the control token.
@@ -324,8 +324,8 @@ def hc_grpo(
     """HC-GRPO (ESearch-R1): GRPO of ``success - sum of costs`` of several kinds (arXiv 2512.18571). Returns ``[S]``
     float32.
 
-    Assumed: GRPO's ddof 1 and eps; costs come weighed. Another HC-GRPO (hint completion, Table-R1) changes what is
-    sampled, not the advantage.
+    Assumed: GRPO's ddof 1 and eps; costs come weighed. Another HC-GRPO (hint completion, Table-R1) changes the
+    sampling, not the advantage.
 
     Args:
         costs: ``[C, S]``.

@@ -1,4 +1,4 @@
-"""Estimators that remember prompts or roles from step to step, and what they remember."""
+"""Estimators that remember prompts or roles from step to step, and their memories."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def spo_single_stream(
     ``[S]`` float32.
 
     Args:
-        value: ``[S]``, what the :class:`BetaTracker` says of each unit's prompt *before* it is updated.
+        value: ``[S]``, the ``value`` of the :class:`BetaTracker` at each unit's prompt *before* the tracker is updated.
 
     There are no groups; identical rewards do not give 0. The gate :func:`hpo_core.gates.spo` is another paper's.
 

@@ -1,4 +1,4 @@
-"""Returns and temporal differences along trajectories: what estimators of steps are made of."""
+"""Returns and temporal differences along trajectories, of which estimators of steps are made."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def craft_gui(
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """CRAFT-GUI: GRPO of what rules see of an action and what a model thinks of an answer (arXiv 2508.11360). Returns
-    ``[S]`` float32.
+    """CRAFT-GUI: GRPO of a rule-based reward of the action plus a model's reward of the answer (arXiv 2508.11360).
+    Returns ``[S]`` float32.
 
     ``r = rules + judge_weight judged``.
 
@@ -61,8 +61,8 @@ def datarus(
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Datarus: GRPO of a reward that moves from the structure of a response to what a hierarchical reward model thinks
-    of it (arXiv 2508.13382). Returns ``[S]`` float32.
+    """Datarus: GRPO of a reward that moves from the structure of a response to the score of a hierarchical reward
+    model (arXiv 2508.13382). Returns ``[S]`` float32.
 
     ``r = c structure + (1 - c) model``, ``c = (1 + cos(pi progress)) / 2``.
 
@@ -102,7 +102,7 @@ def v05_samples(
     prompt with a reward.
 
     One step ahead, for rewards of -1 and 1 over k rollouts: the baseline's error is ``e(k) = D / (k D + 1)``,
-    ``D = max(0, (mean_g - V)^2 - 1 / k)`` what contradicts the prior, and a rollout is worth it while
+    ``D = max(0, (mean_g - V)^2 - 1 / k)`` the conflict with the prior, and a rollout is worth it while
     ``e(k) - e(k + 1) > cost`` and ``k < most``. A prior that the rollouts do not contradict needs none.
 
     Assumed: D stays as it is in the step ahead, and e is the error at the best weight of the prior. The paper's rule

@@ -31,13 +31,13 @@ def sgrpo(
 
     Args:
         group_rewards: ``[S]``, the reward of each unit's group: equal for its members.
-        supergroup_ids: ``[S]`` integers, what groups are compared within; negative: none.
+        supergroup_ids: ``[S]`` integers, the supergroup within which groups are compared; negative: none.
         group_weight: w; 0 is RLOO over the supergroup.
         scaled: divide each part by its standard deviation (ddof 1) plus eps.
-        credits: ``[S]`` floating point, what each rollout gave to its group's reward. With z its normalised value in
-            the group (ddof 1, eps 1e-4), A_group goes to rollouts by ``n softmax(z / temperature)`` where it is
-            positive and by ``n softmax(-z / temperature)`` where it is negative; the mean over the group stays. None:
-            all alike.
+        credits: ``[S]`` floating point, the contribution of each rollout to its group's reward. With z its normalised
+            value in the group (ddof 1, eps 1e-4), A_group goes to rollouts by ``n softmax(z / temperature)`` where it
+            is positive and by ``n softmax(-z / temperature)`` where it is negative; the mean over the group stays.
+            None: all alike.
 
     The authors' other combinations: :func:`sgrpo_reward_sum`, :func:`sgrpo_hierarchical_sum`. Their thresholds on a
     group's mean rewards, below which its reward is 0, belong to ``group_rewards``.
@@ -86,7 +86,7 @@ def sgrpo_reward_sum(
 
     Args:
         group_rewards: ``[S]``, the reward of each unit's group: equal for its members.
-        supergroup_ids: ``[S]`` integers, what groups are compared within; negative: none.
+        supergroup_ids: ``[S]`` integers, the supergroup within which groups are compared; negative: none.
         group_weight: w.
         scaled: divide by the standard deviation of that sum over the supergroup (ddof 1) plus eps.
 
@@ -120,7 +120,7 @@ def sgrpo_hierarchical_sum(
 
     Args:
         group_rewards: ``[S]``, the reward of each unit's group: equal for its members.
-        supergroup_ids: ``[S]`` integers, what groups are compared within; negative: none.
+        supergroup_ids: ``[S]`` integers, the supergroup within which groups are compared; negative: none.
         group_weight: w.
         scaled: divide by the standard deviation of ``(1 - w) r + w R_group`` over the supergroup (ddof 1) plus eps.
 

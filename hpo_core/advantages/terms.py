@@ -23,8 +23,8 @@ Estimator = TypeVar("Estimator", bound=Callable[..., Any])
 
 
 class Term(NamedTuple):
-    """Values ``[U]`` of units, what groups them ``[U]`` (a negative id: in no group; None: all are one group), the rule
-    by which the statistics of a group reach its units, and the weights ``[U]`` of units in the statistics."""
+    """Values ``[U]`` of units, the ids ``[U]`` that group them (negative: in no group; None: all are one group), the
+    rule by which the statistics of a group reach its units, and the weights ``[U]`` of units in the statistics."""
 
     values: torch.Tensor
     ids: torch.Tensor | None
@@ -103,7 +103,7 @@ def estimator(
 
     Args:
         provenance: where its formula comes from.
-        level: what its advantages belong to, ``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``;
+        level: the units of its advantages, ``"row"``: ``[S]``, ``"step"``: ``[N]``, ``"token"``: ``[T]``;
             ``"selection"``: it returns a mask of rows.
         multi_reward: whether it takes several rewards ``[C, S]``.
         tables: whether statistics of groups are all that it needs to know of the units of other ranks.
@@ -166,7 +166,7 @@ def accepted_keywords(estimator: Callable[..., Any], *positional: Any, **given: 
 
 
 def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
-    """Check that rewards and what else is ``known`` suffice to call an estimator, where ``source`` says no more."""
+    """Check that rewards and the ``known`` keywords, all that ``source`` has, suffice to call an estimator."""
     first = next(iter(inspect.signature(estimator).parameters))
     check(
         not is_published(estimator) or first in ("rewards", "token_rewards", "step_rewards"),
@@ -180,7 +180,7 @@ def check_estimator(name: str, estimator: Callable[..., Any], known: Sequence[st
 
 
 def check_keywords(name: str, estimator: Callable[..., Any], known: Sequence[str], source: str) -> None:
-    """Check that what is ``known`` suffices to call an estimator, besides the rewards."""
+    """Check that the ``known`` keywords suffice to call an estimator, besides the rewards."""
     missing = missing_keywords([*inspect.signature(estimator).parameters.values()][1:], known)
     check(
         not missing,
@@ -221,7 +221,7 @@ def check_finite(**given: float) -> None:
 
 
 def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **units: torch.Tensor | None) -> list[float]:
-    """The weights of several rewards ``[C, U]``; 1 each by default. ``units``: what else there is of units."""
+    """The weights of several rewards ``[C, U]``; 1 each by default. ``units``: the other tensors of units."""
     check_floating("rewards", rewards)
     check(
         rewards.dim() == 2 and len(rewards) > 0,
@@ -260,7 +260,7 @@ def about_group(
     mask: torch.Tensor | None = None,
     backend: str | None,
 ) -> torch.Tensor:
-    """Numbers of float64, minus the least of their group: float32 keeps what tells members apart, whatever
+    """Numbers of float64, minus the least of their group: float32 keeps the differences of members, whatever
     offset they share. A group of one keeps its value."""
     group = statistics(exact, ids, weights=weights, mask=mask, backend=backend)
     return as_advantages(exact - torch.where(group.members > 1, group.least, 0.0), rewards, backend)

@@ -154,7 +154,7 @@ def iw_opd(
     valid tokens of the trajectory, through all its rows. The gate is ``reinforce()``, in TRL with ``token_mean``.
 
     Args:
-        teacher_logp, old_logp: ``[T]``, what the teacher and the sampling policy say of the policy's tokens.
+        teacher_logp, old_logp: ``[T]``, log-probabilities of the sampled tokens under the teacher and the sampler.
         gamma: .5 in TRL; 0 is plain on-policy distillation (MOPD, arXiv 2601.02780).
 
     Traps: weights are 1 to ``1 + gamma``, so the step grows with gamma. A gap that is not finite is that of a masked

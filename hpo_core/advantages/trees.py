@@ -33,7 +33,7 @@ def treepo(
     number of those leaves; below the root a leaf with a prefix of its own is left out.
 
     Args:
-        prefix_ids: one ``[S]`` per depth, from the root (the prompt) on, at most 8: what names the prefix of each leaf.
+        prefix_ids: one ``[S]`` per depth, from the root (the prompt) on, at most 8: the id of the prefix of each leaf.
         lengths: ``[S]`` floating point, tokens: whitens over them, as the authors do. None: not.
         by_size: False weighs all depths the same.
         drop_flat: leave out prefixes below the root whose leaves all have the same reward.
@@ -73,7 +73,7 @@ def tree_grpo(
     those of all trees of the prompt (arXiv 2509.21240). Returns ``[S]`` float32.
 
     Args:
-        tree_ids: ``[S]``, what names the tree of each leaf inside its prompt.
+        tree_ids: ``[S]``, the id of the tree of each leaf inside its prompt.
         singleton: of a tree, or a prompt, with one leaf; ``"raw"`` keeps its reward, as the authors' code does.
 
     Traps: steps that leaves share are in the batch once for each of them, with different advantages.
@@ -99,7 +99,7 @@ def rose(
     :func:`rose_length_penalty`.
 
     Args:
-        prefix_ids: one ``[S]`` per depth, from the root on: what names the prefix of each leaf.
+        prefix_ids: one ``[S]`` per depth, from the root on: the id of the prefix of each leaf.
         shared: divide by the number of leaves that share the segment.
 
     >>> root, branch = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
@@ -124,7 +124,7 @@ def treerl(
     row d is the segment below the prefix of depth d.
 
     Args:
-        prefix_ids: one ``[S]`` per depth, from the root (the prompt) on: what names the prefix of each leaf.
+        prefix_ids: one ``[S]`` per depth, from the root (the prompt) on: the id of the prefix of each leaf.
         compat: ``"code"`` for the authors' form, where each leaf's reward is less the mean of the other leaves of its
             prompt and each node has a root of its own: ``N / (N - 1) (2 v / sqrt(n) - v_parent / sqrt(n_parent))`` over
             N leaves, with ``v = V - V_root``.
@@ -169,7 +169,7 @@ def rose_length_penalty(
     two correct leaves.
 
     Args:
-        segments: ``[D, S]`` floating point, what :func:`rose` gives.
+        segments: ``[D, S]`` floating point, the advantages that :func:`rose` gives.
         rewards: ``[S]``; a leaf is correct if its reward is not 0.
         prefix_ids: as for :func:`rose`, one ``[S]`` per segment.
         lengths: L ``[S]`` floating point, tokens of each leaf from the root on.
@@ -215,14 +215,14 @@ def treepo_segments(
     decay: float = 1.0,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """TreePO's segments: what a node is worth, minus what its parent is (arXiv 2508.17445). Returns ``[D, S]`` float32:
+    """TreePO's segments: the worth of a node minus that of its parent (arXiv 2508.17445). Returns ``[D, S]`` float32:
     row d is the segment below the prefix of depth d.
 
     A leaf is worth ``sum_d n_d (r - mean_d) / (1 + sum_d n_d)`` over its prefixes, n_d the leaves that share one; a
     node the mean of its *children*, the root 0. ``A_d = V_{d+1} - decay^(D - d) V_d``.
 
     Args:
-        prefix_ids: one ``[S]`` per depth, from the root (the prompt) on: what names the prefix of each leaf. All leaves
+        prefix_ids: one ``[S]`` per depth, from the root (the prompt) on: the id of the prefix of each leaf. All leaves
             have the same depth: one that lacks its deepest prefix (a negative id) is below no node, and gets 0.
         lengths: ``[D, S]`` floating point, tokens of each segment: whitens over them, as the authors do. None: not.
         decay: 1 in the authors' code, where it is the exponent's base; the segments of a leaf then add up to its worth.
@@ -287,7 +287,7 @@ def mars2(
             prompt has one tree.
         shaping, siblings: g (.5 in the authors' class) and l.
         compat: ``"paper"`` shapes all nodes by the rewards as given; ``"code"`` from the root on, so that a child sees
-            what its parent has become, but its siblings as given, as the authors do in place.
+            the shaped reward of its parent, but its siblings' as given, as the authors do in place.
 
     >>> r, parents = torch.tensor([0.2, 0.6, 0.8, 0.4]), torch.tensor([-1, -1, 0, 0])
     >>> mars2(r, parents, torch.zeros(4, dtype=torch.int64))

@@ -17,7 +17,7 @@ STRUCTURE = ("cu_seqlens", "cu_steps", "steps", "step_ids", "trajectory_ids", "g
 
 class Immutable:
     """A batch whose attributes, the slots of its class, are set by ``__setstate__`` alone. Its tensors may be refilled
-    in place: what :meth:`once` has kept is then made anew."""
+    in place: the results that :meth:`once` has kept are then made anew."""
 
     __slots__ = ("_cache", "_is_plain", "_structure")
 

@@ -54,8 +54,8 @@ class PackedBatch(Immutable):
             trajectory.
         group_ids: ``[S]`` any integers: the prompt group of each row (advantages). A negative id means no group: as a
             level of a gate, the trajectory is then a group by itself.
-        domain_ids: ``[S]`` any integers: the domain of each row. A negative id means no domain: the group, or what is
-            in none the trajectory, is then a domain by itself.
+        domain_ids: ``[S]`` any integers: the domain of each row. A negative id means no domain: the group, or the
+            trajectory where it is in no group, is then a domain by itself.
         validate: check the *values* of offsets, steps, ids and integer masks, and that trajectories, groups and domains
             nest, which synchronises with the device, as selecting and cutting do; losses, estimators and windows of
             one rank do not. With ``False`` wrong values never cause a bad memory access: they are clamped and flagged
@@ -391,7 +391,7 @@ class PackedBatch(Immutable):
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
         """The same batch on another device."""
-        # A dtype, which Tensor.to takes as well, would turn offsets into what kernels do not read as offsets.
+        # A dtype, which Tensor.to takes as well, would turn offsets into numbers that kernels do not read as offsets.
         require_type(
             isinstance(device, torch.device | str | int),
             "device: expected a device such as 'cuda:0', got {!r}; offsets and ids stay integers and the mask "

@@ -103,7 +103,7 @@ def entropic(
     above its target (arXiv 2511.15248; repository yk7333/EntroPIC).
 
     It is no bonus's: ``alpha r |A|`` is a second objective of the tokens whose probability is above 0.95, without a
-    clip. Where the entropy is too low, alpha < 0 takes from likely tokens what a success would add, and pushes them
+    clip. Where the entropy is too low, alpha < 0 reduces the rise of likely tokens by a success, and pushes them
     further down in a failure.
 
     Args:
@@ -267,7 +267,7 @@ def ares_penalty(
     check(least <= most, "least: expected a coefficient <= {} (most), got {}", most, least)
     _check_buckets(divergence=divergence, beta=state.beta, average=state.average, error=state.error)
     check_dtype("calls", state.calls, (torch.int64,), "take the state as ares_penalty returned it")
-    check_shape("calls", state.calls, (), "[] (what ares_penalty returned)")
+    check_shape("calls", state.calls, (), "[] (as ares_penalty returned it)")
     check_device("calls", state.calls, divergence.device, "divergence")
     seen = torch.isfinite(divergence)
     given = torch.where(seen, divergence.detach(), 0.0)

@@ -182,8 +182,8 @@ def seed_grpo(
             is none of the G.
         alpha: 0.02 in the paper, 0.0417 in the release: no factor is below 0.96 there. At 1 a prompt whose answers all
             differ teaches nothing in the form of the paper.
-        mean_logp: ``[S]``, the mean log-probability of an answer's tokens: its exponential is what an answer counts in
-            p, as in the release. None: all count the same. NaN or infinite: the answer is none of the G.
+        mean_logp: ``[S]``, the mean log-probability of an answer's tokens: its exponential is the weight of the answer
+            in p, as in the release. None: all count the same. NaN or infinite: the answer is none of the G.
         compat: the ``"code"`` of the release is ``1 / (1 + alpha SE / log G)``, ``SE = -sum_k p_k log p_k``. An answer
             that it cannot read is a cluster of its own.
 

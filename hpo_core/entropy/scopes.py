@@ -198,8 +198,8 @@ def exact_fraction(name: str, value: str | Fraction | float) -> Fraction:
     short = fraction.denominator <= LARGEST_DENOMINATOR
     check(
         short,
-        "{}: expected a short decimal or a Fraction, got {}; write it as a string, such as '1/3', or round what a "
-        "schedule computes to six digits",
+        "{}: expected a short decimal or a Fraction, got {}; write it as a string, such as '1/3', or round the value "
+        "of a schedule to six digits",
         name,
         value,
     )

@@ -89,7 +89,7 @@ torch.serialization.add_safe_globals([ScopeStatistics, PivotState])
 def checked_pivot(state: PivotState, entropy: torch.Tensor) -> PivotState:
     """The state in float64, on the device of the entropies that it is used with."""
     check_units(**state._asdict())
-    check_shape("least", state.least, (1,), "[1] (what fit_pivot returned)")
+    check_shape("least", state.least, (1,), "[1] (as fit_pivot returned it)")
     check_device("state.least", state.least, entropy.device, "entropy; use state.to(entropy.device)")
     return PivotState(*(each.detach().double() for each in state))
 
@@ -163,7 +163,7 @@ def fit_pivot(
         clamped, batch, quantile, scope="call", rule=OrderRule.NEAREST, process_group=process_group, backend=backend
     )
     pivot = of_call.double()
-    # Ratios to the pivot: kernels round logarithms to float32, which keeps little of what tells nearby entropies apart.
+    # Ratios to the pivot: kernels round logarithms to float32, which keeps little of the differences of near ones.
     logs = fit_scopes((clamped.double() / pivot).log(), process_group=process_group, backend=backend).at()
     ends = fit_scopes(clamped, process_group=process_group, backend=backend).at()
     around = logs.squares / logs.members + logs.mean.square()

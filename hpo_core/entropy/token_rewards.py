@@ -121,7 +121,7 @@ def _shared(
     usual = statistics(above, sharers, mask=members, backend=backend).mean
     mean = base + usual
     part = alpha[1] * torch.where(mean > 0, (above - usual) / mean, 0.0)
-    if normalised:  # without the size that they share, beside which float32 would lose what tells rewards apart
+    if normalised:  # without the size that rewards share, beside which float32 would lose their differences
         part = constant(torch.where(right, part, -part), backend)
         of_outcome = statistics(part, outcome, mask=members, backend=backend)
         deviation = of_outcome.deviation(0)

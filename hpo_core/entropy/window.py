@@ -249,7 +249,7 @@ class EntropyWindow(Short):
         """Scores and the threshold ``[1]``, checked and of one precision."""
         check_state(self, state, values, backend)
         check_precise("state.threshold", state.threshold, "take the state as fit returned it")
-        check_shape("state.threshold", state.threshold, (1,), "[1] (what fit returned)")
+        check_shape("state.threshold", state.threshold, (1,), "[1] (as fit returned it)")
         check(
             state.threshold.device == values.device,
             "state: expected device {} (that of entropy), got {}; use state.to(entropy.device)",

@@ -1,5 +1,5 @@
 """Ratio gates: one constructor per published method, each a value of :class:`RatioGate`; and the functions
-that make what some gates read beside the batch, each a :class:`GateInputs`.
+that make the inputs of some gates beside the batch, each a :class:`GateInputs`.
 
 Common arguments:
     eps_low, eps_high: epsilons: a ratio r is clipped at ``1 - eps_low`` and at ``1 + eps_high``.

@@ -1,4 +1,4 @@
-"""BAPO: PPO's clip with bounds that balance what positive and negative advantages contribute."""
+"""BAPO: PPO's clip with bounds that balance the contributions of positive and negative advantages."""
 
 from __future__ import annotations
 

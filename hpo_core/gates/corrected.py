@@ -1,7 +1,7 @@
 """Methods that mask or weigh tokens by a ratio that is a constant of the differentiation, around any other gate.
 
 Order: the gate's objective, times the weights and masks, then the aggregation. Denominators stay those of ``weights``;
-to count only what is kept, build the weights with ``selected=``.
+to count only the kept tokens, build the weights with ``selected=``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def tis(
     Args:
         ratio_cap: absolute, 2 as in verl; TRL takes 3.
         unit: None: per token. ``Unit.TRAJECTORY``: of the sum of d (``reduction`` MEAN: the geometric mean).
-        gate: what is corrected. Default: ``ppo_clip()``.
+        gate: the gate that is corrected. Default: ``ppo_clip()``.
 
     >>> round(tis().corrections[0].high[0], 4)
     0.6931
@@ -87,7 +87,7 @@ def mis(
         unit, reduction: whose ratio: None per token; by default the product over the trajectory, MEAN the geometric
             mean.
         ratio_veto: a token ratio below it takes its whole trajectory out; slime: 1e-4.
-        gate: what is corrected. Default: ``ppo_clip()``.
+        gate: the gate that is corrected. Default: ``ppo_clip()``.
 
     >>> len(mis(ratio_veto=1e-4).corrections)
     2
@@ -107,7 +107,7 @@ def icepop(ratio_low: float = 0.5, ratio_high: float = 5.0, gate: RatioGate | No
 
     Args:
         ratio_low, ratio_high: 0.5 and 5, the notion page's.
-        gate: what is corrected. Default: ``ppo_clip()``.
+        gate: the gate that is corrected. Default: ``ppo_clip()``.
 
     >>> icepop().corrections[0].action.name
     'BAND'
@@ -155,7 +155,7 @@ def opsm(log_delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
 
     Args:
         log_delta: 0.5 as TRL's documentation suggests; the report gives none.
-        gate: what is masked. Default: ``ppo_clip()``.
+        gate: the gate whose tokens are masked. Default: ``ppo_clip()``.
 
     Traps: the mask reads ``logp``, as a constant. ms-swift takes masked tokens out of the denominator, TRL does not.
 

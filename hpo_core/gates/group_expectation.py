@@ -1,4 +1,4 @@
-"""GEPO: sequence ratios whose denominator is what the sampler expects of all responses to the prompt."""
+"""GEPO: sequence ratios whose denominator is the sampler's expectation over all responses to the prompt."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _of_tokens(function: Method) -> Method:
 
 @_of_tokens
 def gepo_old_logp(old_logp: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """``old_logp`` ``[T]`` for GEPO, group expectation policy optimisation: at each token ``log E``, what the sampler
-    expects the probability of a response to the prompt to be (arXiv 2508.17850).
+    """``old_logp`` ``[T]`` for GEPO, group expectation policy optimisation: at each token ``log E``, E the sampler's
+    expected probability of a response to the prompt (arXiv 2508.17850).
 
     ``E = sum q^2 / sum q`` over the responses of the prompt, q the geometric mean of a response's token probabilities.
     Under ``gspo(0.2, 0.2)`` and ``aggregation.seq_mean_token_mean`` the ratio of a response is then ``p / E`` in place

@@ -49,10 +49,10 @@ class GateInputs(NamedTuple):
 
     Attributes:
         bounds: ``(low, high)``, each ``[T]`` or None: ratios per token, in place of the gate's bounds where it has
-            them, for both signs of A. A dual clip (what bounds ``A < 0`` above and not ``A >= 0`` below) stays. A token
-            for which ``0 <= low <= 1 <= high`` does not hold, as of epsilons or NaN, is left out and counted
-            (``bad_advantages``).
-        target: one for each advantage, at their level: what the heads TARGET and NEGATIVE_AWARE compare the ratio with.
+            them, for both signs of A. A dual clip (an upper bound for ``A < 0`` without a lower one for ``A >= 0``)
+            stays. A token for which ``0 <= low <= 1 <= high`` does not hold, as of epsilons or NaN, is left out and
+            counted (``bad_advantages``).
+        target: one for each advantage, at their level; the heads TARGET and NEGATIVE_AWARE compare the ratio with it.
         token_mask: bool ``[T]``: the tokens that the method keeps, besides those that the loss is told to keep.
         penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. None: every valid token.
         aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), the values that replace the
@@ -228,7 +228,7 @@ class RatioGate(Short):
         )
         check(
             Aggregate.LOG_MEAN_EXP not in aggregates or self.pre is None,
-            "pre: a clip of x takes the place of what is aggregated, and so does e^x under Aggregate.LOG_MEAN_EXP; "
+            "pre: a clip of x takes the place of the aggregated x, and so does e^x under Aggregate.LOG_MEAN_EXP; "
             "drop pre= or take Aggregate.MEAN",
         )
         clip = self.token if isinstance(self.token, Clip) else Clip()
@@ -362,7 +362,7 @@ class RatioGate(Short):
 
     @property
     def has_fast_path(self) -> bool:
-        """Whether nothing has to be prepared for kernels but what every gate takes."""
+        """Whether kernels need only the arguments that every gate has."""
         return self._facts[1]
 
     @property

@@ -1,4 +1,4 @@
-"""Methods whose sources leave something open, and what fills the gap: not what their authors published to the word."""
+"""Methods whose sources leave gaps, which assumptions fill here: the authors' own methods may differ."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ __all__ = ["apc", "fiberpo_domain", "mdpo", "p3o", "two_scale"]
 
 @examines
 def apc(delta: float = 0.1) -> RatioGate:
-    """APC-Obj, aggregational policy censoring: ``loss_t = -A (1 + clip(r - 1, -B, B))``, B what the other tokens of the
-    trajectory leave of a budget of deviations (arXiv 2603.08239, definition 3.2 as a reproduction quotes it).
+    """APC-Obj, aggregational policy censoring: ``loss_t = -A (1 + clip(r - 1, -B, B))``, B the part of a budget of
+    deviations that the other tokens of the trajectory leave (arXiv 2603.08239, definition 3.2 as a reproduction quotes
+    it).
 
     ``B_t = max(n delta - sum_{u != t} |r_u - 1|, 0)``, n the trajectory's tokens, is differentiated too. So while the
     mean of ``|r - 1|`` is at most ``delta`` the objective is ``r A``; beyond, each deviation shrinks by the excess of

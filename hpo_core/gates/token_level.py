@@ -106,7 +106,7 @@ def ce_gppo(
         ratio_dual: c of the dual clip for ``A < 0``, beyond which there is no gradient.
 
     Traps: aggregate by the token mean, as the code does. The clip of agentic entropy-balanced optimisation (AEPO, arXiv
-    2510.14545), which keeps the gradient of what it clips from above only, is ``ce_gppo(0.2, 0.28, 0.0, 1.0)``.
+    2510.14545), which keeps the gradient only of tokens clipped from above, is ``ce_gppo(0.2, 0.28, 0.0, 1.0)``.
 
     >>> ce_gppo().token.weight_low
     (1.0, 0.25)
@@ -249,11 +249,11 @@ def cispo(ratio_cap: float = 5.0, ratio_low: float = 0.0, *, unified: bool = Fal
     Args:
         ratio_cap: the *absolute* upper bound of the weight, 5.0 as ScaleRL and TRL use; the paper gives no number.
         ratio_low: the absolute lower bound, 0 (none) as in the paper.
-        unified: also drop what PPO would clip, ``A >= 0`` beyond the cap and ``A < 0`` below ``ratio_low`` (equations
-            6, 7).
+        unified: also drop the tokens that PPO would clip, ``A >= 0`` beyond the cap and ``A < 0`` below ``ratio_low``
+            (equations 6, 7).
 
-    Traps: frameworks disagree on what ``epsilon_high`` means: TRL takes the absolute cap, verl ``1 + clip_ratio_high``.
-    The loss value is that of a score function and not comparable with PPO's.
+    Traps: ``epsilon_high`` differs between frameworks: TRL takes the absolute cap, verl ``1 + clip_ratio_high``. The
+    loss value is that of a score function and not comparable with PPO's.
 
     >>> cispo(ratio_cap=1.28).token.high
     (1.28, 1.28)
@@ -285,7 +285,7 @@ def pessimistic_clip(eps_low: float, eps_high: float, ratio_dual: float = math.i
 
 
 def renamed(name: str, gate: RatioGate, source: str, **needs: str) -> RatioGate:
-    """The gate under another name, with what it ``needs`` and the call that makes it."""
+    """The gate under another name, with the inputs that it ``needs`` and the calls that make them."""
     return replace(gate, name=name, source=source, needs=tuple(needs.items()))
 
 

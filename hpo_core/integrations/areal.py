@@ -63,12 +63,12 @@ def grpo_loss_fn(
     vocab_max_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The function that AReaL's actor calls: the mean over the valid tokens of a micro-batch, which its engine weighs
-    by their number. ``rejection_sampling``, ``m2_threshold`` and the proximal policy stay AReaL's, and so does what it
+    by their number. ``rejection_sampling``, ``m2_threshold`` and the proximal policy stay AReaL's, and so do its
     logs of these and of versions.
 
     Raises:
-        ValueError: a field that the gate of ``HPO_GATE`` would silence; a gate that needs what AReaL does not tell its
-            loss; a teacher.
+        ValueError: a field that the gate of ``HPO_GATE`` would silence; a gate that needs an input that AReaL does not
+            give its loss; a teacher.
     """
     actor = importlib.import_module("areal.trainer.ppo.actor")
     fields = {
@@ -152,7 +152,7 @@ def _described(fields: dict[str, Any], positive: float, negative: float, decoupl
 
 
 def _row_means(advantages: torch.Tensor, mask: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """``[S]``: what AReaL's GSPO gives a sequence, the mean of its token advantages."""
+    """``[S]``: the advantage that AReaL's GSPO gives a sequence, the mean of its token advantages."""
     if advantages.dim() == 2:
         sums = torch.where(mask, advantages, 0.0).sum(1)
     else:
@@ -173,7 +173,7 @@ def _log(
     mask: torch.Tensor,
     input_data: dict[str, Any],
 ) -> None:
-    """AReaL's own names of what the loss knows of a token; AReaL averages them over the valid tokens of all ranks."""
+    """Logs numbers of tokens under AReaL's own names; AReaL averages them over the valid tokens of all ranks."""
     tracker = actor.stats_tracker
     tracker.denominator(n_tokens=actor.infer_token_denominator(input_data, mask), n_valid_tokens=mask)
     difference = torch.where(mask, logp - anchor, 0.0).float()
@@ -196,7 +196,7 @@ def install() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """The actors and the trainer, made at their first use: AReaL's engines import what only a cluster has."""
+    """The actors and the trainer, made at their first use: AReaL's engines import packages that only a cluster has."""
     if name == "HPOTrainer":
         made = _trainer()
     elif name.startswith("HPO") and name.removeprefix("HPO") in ACTORS:

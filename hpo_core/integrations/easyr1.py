@@ -48,7 +48,7 @@ def compute_policy_loss(
     tokens.
 
     Raises:
-        ValueError: a field that the gate of ``HPO_GATE`` would silence; a gate that needs what EasyR1 does not tell.
+        ValueError: a field that ``HPO_GATE`` would silence; a gate that needs an input that EasyR1 does not give.
     """
     given = (clip_ratio_low, clip_ratio_high, clip_ratio_dual, tau_positive, tau_negative, loss_type)
     fields = dict(zip(_UNSET, given, strict=True))

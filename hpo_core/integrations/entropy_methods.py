@@ -30,14 +30,14 @@ SELECTED = tuple(f"selection_{name}" for name in ("weight", "low", "high", *_LAS
 
 
 def check_entropy(entropy: MakesSelection, processes: int, window: str = "", penalty: str = "") -> None:
-    """Check that the trainer can call the method, and that what it measures is measured on all processes.
+    """Check that the trainer can call the method, and that its state is fitted over all processes.
 
     Args:
         window: the argument that takes an EntropyWindow; empty where this one does.
-        penalty: what to set where the loss has no KL penalty, which some methods weigh by tokens; empty where it has.
+        penalty: the fix where the loss has no KL penalty, which some methods weigh by tokens; empty where it has one.
 
     Raises:
-        TypeError, ValueError: naming what is missing, and the fix.
+        TypeError, ValueError: naming the missing part, and the fix.
     """
     expected = "a function" if window else "an EntropyWindow or a function"
     fix = f"; an EntropyWindow goes to {window}=" if window else ""
@@ -78,7 +78,7 @@ def selection_tensors(
     Args:
         mask: ``[B, L]`` bool.
         advantages: ``[B]`` or ``[B, L]``.
-        given: what else there is, by name; tensors ``[B, L]`` are passed as ``[T]``.
+        given: the other arguments, by name; tensors ``[B, L]`` are passed as ``[T]``.
     """
     batch = PackedBatch.from_padded(mask, group_ids=group_ids)
     level = "token" if advantages.dim() == 2 else "row"

@@ -29,7 +29,7 @@ def loss(
     """The loss that miles calls: a sum over samples of their means, or over tokens with ``--calculate-per-token-loss``.
 
     Raises:
-        ValueError: what :func:`hpo_core.integrations.slime.loss` refuses; a batch without ``rollout_mask_sums``.
+        ValueError: a call that :func:`hpo_core.integrations.slime.loss` refuses; a batch without ``rollout_mask_sums``.
     """
     miles = importlib.import_module("miles.backends.training_utils.loss_hub.losses")
     told = {name: value for name, value in batch.items() if value is not None}

@@ -41,8 +41,8 @@ _UNSET = {
 class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
     """swift's GRPO trainer; :attr:`gate` is the gate, or None for the one that the arguments describe.
 
-    ``loss_type`` names the denominator beside any gate. Masks, rollout correction, top entropies, CHORD and what is
-    logged stay swift's.
+    ``loss_type`` names the denominator beside any gate. Masks, rollout correction, top entropies, CHORD and logs
+    stay swift's.
 
     Raises:
         ValueError: an argument that the gate would silence; one without a counterpart here.
@@ -165,7 +165,7 @@ def use(gate: RatioGate | None = None) -> None:
     describe.
 
     Raises:
-        ValueError: a gate that needs what swift does not tell its loss; ``megatron rlhf``, which would ignore it.
+        ValueError: a gate that needs an input that swift does not give its loss; ``megatron rlhf``, which ignores it.
     """
     check(  # its command imports the package before plugins, and no other does
         "swift.megatron" not in sys.modules,

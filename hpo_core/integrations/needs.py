@@ -23,7 +23,7 @@ def check_needs(
     sampler: str,
     selected: Collection[str] = (),
 ) -> None:
-    """Check that the trainer can give the gate all without which it is another method.
+    """Check that the trainer can give the gate every input without which it is another method.
 
     Args:
         gate_inputs: a function of :mod:`hpo_core.gates`, a partial of one, or one of the user's, or None.
@@ -32,11 +32,11 @@ def check_needs(
         selected: needs that a selection may bring, which the loss checks.
 
     Raises:
-        ValueError, TypeError: naming what is missing.
+        ValueError, TypeError: naming the missing input.
     """
     check(
         not gate.needs_rollout or not sampler,
-        "gate: {!r} corrects what the sampler's log-probabilities differ by, and does nothing without them; {}",
+        "gate: {!r} corrects by the sampler's log-probabilities, and does nothing without them; {}",
         gate.name,
         sampler,
     )
@@ -75,7 +75,7 @@ def made_inputs(gate_inputs: MakesInputs, shape: torch.Size, advantages: torch.T
 
     Args:
         advantages: ``[B]`` or ``[B, L]``.
-        tensors: what else there is, by name; those ``[B, L]`` are handed over as ``[T]``.
+        tensors: the other arguments, by name; those ``[B, L]`` are handed over as ``[T]``.
     """
     given = {name: each.reshape(-1) if isinstance(each, torch.Tensor) else each for name, each in tensors.items()}
     level = "token" if advantages.dim() == 2 else "row"

@@ -4,9 +4,9 @@
     grpo_train(..., loss_fn=HPOLossFn("gspo(eps_low=3e-4, eps_high=4e-4)", token_level_loss=False), ...)
 
 in a copy of NeMo-RL's ``examples/run_grpo.py``, instead of the ``loss_fn`` that ``setup`` returns: NeMo-RL has no
-configuration for losses. Its yaml still says what is computed for a loss: ``loss_fn.force_on_policy_ratio`` must be
-false, and ``loss_fn.reference_policy_kl_penalty`` above 0 for a penalty. The object is pickled to the workers. Shapes:
-``B`` rows of a micro-batch, ``L`` tokens each.
+configuration for losses. Its yaml still chooses the inputs of a loss: ``loss_fn.force_on_policy_ratio`` must be false,
+and ``loss_fn.reference_policy_kl_penalty`` above 0 for a penalty. The object is pickled to the workers. Shapes: ``B``
+rows of a micro-batch, ``L`` tokens each.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
         use_fused_linear_logprobs: that of ``policy.megatron_cfg``, which NeMo-RL asks its loss for.
 
     Raises:
-        ValueError: a gate that needs what NeMo-RL does not tell its loss; in the call, zeros that NeMo-RL hands over
-            for log-probabilities that its yaml lets it skip.
+        ValueError: a gate that needs an input that NeMo-RL does not give its loss; in the call, zeros that NeMo-RL
+            hands over for log-probabilities that its yaml lets it skip.
     """
 
     input_type = LossInputType.LOGPROB
@@ -114,7 +114,7 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             total = total + alone.loss
             of_penalty = fractions(alone.metrics, self.gate)
             seen |= {name: seen.get(name, 0.0) + of_penalty[name] for name in FLAGS if name in of_penalty}
-        # NeMo-RL adds what micro-batches report, each over the count of the step; it warns about a mean above 1.05
+        # NeMo-RL adds up micro-batches' numbers, each over the count of the step; it warns about a mean above 1.05
         count = max(float(global_valid_toks), 1.0)
         share = seen.pop("tokens") / count
         error = torch.where(mask, (rollout - old).abs(), 0.0).float().exp()

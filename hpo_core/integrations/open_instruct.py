@@ -29,7 +29,7 @@ __all__ = ["PackedLoss", "install", "launch"]
 # open-instruct's own values; a field that holds them counts as not set.
 _UNSET = {"clip_lower": 0.2, "clip_higher": 0.272, "loss_fn": "dapo"}
 
-_NAN = 1.0  # what open-instruct writes over a log-probability that is NaN, as vLLM's missing ones are
+_NAN = 1.0  # the value that open-instruct writes over a log-probability that is NaN, as vLLM's missing ones are
 
 _HOOK = "hpo_core.integrations.open_instruct.install"
 _MAINS = ("grpo_fast", "grpo")
@@ -83,8 +83,8 @@ class PackedLoss:
         loss up over the mask, which is why each token has the mean of all.
 
         Raises:
-            ValueError: a field that the gate of ``HPO_GATE`` would silence; a gate that needs what open-instruct does
-                not tell; sequence parallelism, with which a rank has parts of the sequences.
+            ValueError: a field that the gate of ``HPO_GATE`` would silence; a gate that needs an input that
+                open-instruct does not give; sequence parallelism, with which a rank has parts of the sequences.
         """
         gate = _gate(config)
         check(

@@ -40,7 +40,7 @@ class HPOPolicyLoss(torch.nn.Module):
     The flags ``loss_agg_mode`` and ``is_correction_*`` keep their meaning beside any gate.
 
     Raises:
-        ValueError: a flag that the gate would silence; a gate that needs what OpenRLHF does not tell its loss.
+        ValueError: a flag that the gate would silence; a gate that needs an input that OpenRLHF does not give.
     """
 
     gate: RatioGate | str | None = None
@@ -78,7 +78,7 @@ class HPOPolicyLoss(torch.nn.Module):
         _check_correction(is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold)
         check(
             not told.needs_rollout,
-            "gate: {!r} corrects what the sampler's log-probabilities differ by, which OpenRLHF asks for under "
+            "gate: {!r} corrects by the sampler's log-probabilities, which OpenRLHF asks for under "
             "--algo.advantage.is_correction_level alone; set that beside a gate without a correction of its own",
             told.name,
         )

@@ -4,7 +4,7 @@
     trainer.loss.import_path = "hpo_core.integrations.prime_rl.loss"
     trainer.loss.kwargs = { gate = "gspo(eps_low=3e-4, eps_high=4e-4)", kl_tau = 1e-3 }
 
-prime-rl calls it once for each sequence, on tensors ``[T]``, and divides the sum of what it returns by the tokens of
+prime-rl calls it once for each sequence, on tensors ``[T]``, and divides the sum of its results by the tokens of
 the step over all ranks. The anchor of ratios is the sampler, as in prime-rl's own losses: it has no other old policy.
 """
 
@@ -32,7 +32,7 @@ def loss(inputs: Any, gate: str = "dppo_tv(0.2, 0.2, inf)", kl_tau: float = 0.0,
         adv_tau: a factor on the advantages, as in prime-rl.
 
     Raises:
-        ValueError: a gate that needs what prime-rl does not tell its loss.
+        ValueError: a gate that needs an input that prime-rl does not give its loss.
     """
     made = _gate(gate)
     logp, old, mask = inputs.trainer_logprobs, inputs.inference_logprobs, inputs.loss_mask

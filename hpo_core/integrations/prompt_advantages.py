@@ -40,7 +40,7 @@ def check_prompt_estimator(estimator: Callable[..., torch.Tensor], trainer: str)
     )
     check(
         not is_multi_reward(estimator),
-        "estimator: expected one of a single reward, which is what {} has; wrap it",
+        "estimator: expected one of a single reward, because {} has no more; wrap it",
         trainer,
     )
     check_estimator("estimator", estimator, ("group_ids", "lengths", "batch"), trainer)

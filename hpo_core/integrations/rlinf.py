@@ -50,7 +50,7 @@ def actor(
     """The loss that RLinf calls: a mean of the micro-batch by its ``loss_agg_func``, or over the steps of an episode.
 
     Raises:
-        ValueError: no ``HPO_GATE``; a field that the gate would silence; a gate that needs what RLinf does not tell.
+        ValueError: no ``HPO_GATE``; a field that the gate silences; a gate that needs inputs that RLinf does not give.
     """
     given = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
     gate = environment_gate_beside("RLinf", {name: value for name, value in given.items() if value is not None}, _UNSET)

@@ -40,7 +40,7 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor]) -> Non
     tokens of a trajectory's responses) that it takes; fix the rest with ``functools.partial``.
 
     Raises:
-        ValueError: an estimator that needs what rLLM does not tell.
+        ValueError: an estimator that needs an argument that rLLM does not give.
     """
     require_type(callable(estimator), "estimator: expected one of hpo_core.advantages, got {!r}", estimator)
     level = level_of(estimator)

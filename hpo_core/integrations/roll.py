@@ -45,8 +45,8 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         of which the log-probabilities have ``L - 1`` columns.
 
         Raises:
-            ValueError: a gate that needs what ROLL does not tell its loss; a field that the gate of ``HPO_GATE`` would
-                silence.
+            ValueError: a gate that needs an input that ROLL does not give its loss; a field that the gate of
+                ``HPO_GATE`` would silence.
         """
         config, rows = self.pipeline_config, data.batch
         gate = _gate(config)
@@ -101,8 +101,8 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
     def _correction(
         self, data: Any, old: torch.Tensor, responses: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
-        """The weights, if any, and the mask of ROLL's ``train_infer_correction``, ``[B, L - 1]``, and what ROLL logs of
-        it. Where ROLL computes old log-probabilities anew, it has corrected weights and masks before."""
+        """The weights, if any, and the mask of ROLL's ``train_infer_correction``, ``[B, L - 1]``, and ROLL's metrics
+        of it. Where ROLL computes old log-probabilities anew, it has corrected weights and masks before."""
         config, rows = self.pipeline_config, data.batch
         if config.enable_old_logprobs_recompute:
             weight, kept, logged = rows["train_infer_is_weight"], torch.ones_like(responses), {}

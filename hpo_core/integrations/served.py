@@ -45,7 +45,7 @@ def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_polic
     )
     check(
         not one_policy or not gate.needs_rollout,
-        "gate: {!r} corrects what sampler and old policy differ by, and {}; take the gate that it corrects",
+        "gate: {!r} corrects the difference between sampler and old policy, and {}; take the gate that it corrects",
         gate.name,
         one_policy,
     )
@@ -102,11 +102,11 @@ def environment_gate_beside(trainer: str, given: Mapping[str, Any], unset: Mappi
 
 
 def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: str) -> None:
-    """Check that a gate which corrects the sampler's log-probabilities gets them. ``setting``: what makes the trainer
-    tell them."""
+    """Check that a gate which corrects by the sampler's log-probabilities gets them. ``setting``: the setting
+    that gives them."""
     check(
         rollout_logp is not None or not gate.needs_rollout,
-        "gate: {!r} corrects what the sampler's log-probabilities differ by, and the batch has none; set {}",
+        "gate: {!r} corrects by the sampler's log-probabilities, and the batch has none; set {}",
         gate.name,
         setting,
     )

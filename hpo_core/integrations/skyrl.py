@@ -6,7 +6,7 @@ takes the arguments of ``skyrl.train.entrypoints.main_base``. Importing this mod
 ``hpo_ppo_clip``, ``hpo_dual_clip``, ``hpo_gspo``, ``hpo_gspo_token``, ``hpo_cispo`` and ``hpo_sapo``, whose bounds are
 the configuration's, those of ``PRESETS`` under ``hpo_`` and their name, and the estimators of ``ESTIMATORS`` under
 ``trainer.algorithm.advantage_estimator=hpo_<name>``. One import in the driver, before ``ray.init``, is enough: SkyRL
-ships what is registered there to its workers.
+ships the functions registered there to its workers.
 Fully asynchronous training is not for them: they compare with a recomputed old policy, as SkyRL's own losses do, which
 it refuses there by name.
 Shapes: ``B`` responses in a micro-batch, ``L`` tokens each.
@@ -72,8 +72,8 @@ def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Raises:
-        ValueError: a gate that needs what SkyRL does not tell its loss, or one with a term that does not grow with the
-            advantage: SkyRL's advantages carry the denominator of the loss, and such a term would lack it.
+        ValueError: a gate that needs an input that SkyRL does not give its loss, or one with a term that does not grow
+            with the advantage: SkyRL's advantages carry the denominator of the loss, and such a term would lack it.
     """
     check_registered(gate, "SkyRL's AlgorithmConfig")
     if isinstance(gate, RatioGate):
@@ -130,7 +130,7 @@ def _policy_loss(
         batch = padded_rows(mask, gate)
         out = token_loss(
             log_probs, old, advantages, batch, gate, torch.ones(batch.rows, device=old.device), rollout_logp=sampler,
-            token_mask=(kept != 0).expand(valid.shape),  # levels aggregate what SkyRL's masks drop, too
+            token_mask=(kept != 0).expand(valid.shape),  # levels aggregate the tokens that SkyRL's masks drop, too
             token_weight=weight.float() if corrected.tis_ratio_type is not None else None, backend=backend,
         )  # fmt: skip
     found = fractions(out.metrics, gate)
@@ -145,7 +145,7 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
     (SkyRL's ``index``), ``lengths`` and ``batch`` that it takes; fix the rest with ``functools.partial``.
 
     Raises:
-        ValueError: an estimator that needs what SkyRL does not tell.
+        ValueError: an estimator that needs an argument that SkyRL does not give.
     """
     check_prompt_estimator(estimator, "SkyRL")
     AdvantageEstimatorRegistry._functions.pop(name, None)

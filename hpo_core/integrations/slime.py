@@ -37,8 +37,8 @@ def loss(
     ``--custom-tis-function-path`` is called on ones: its result is the factor on each token.
 
     Raises:
-        ValueError: a gate that needs what slime does not tell its loss; a reducer of the user's; context parallelism,
-            with which a rank has parts of the responses.
+        ValueError: a gate that needs an input that slime does not give its loss; a reducer of the user's; context
+            parallelism, with which a rank has parts of the responses.
     """
     theirs = importlib.import_module("slime.backends.megatron_utils.loss")
     return reduced_loss(theirs, "slime", args, batch, logits, sum_of_sample_mean)
@@ -79,7 +79,7 @@ def reduced_loss(
     )
     check(
         not gate.needs_rollout or "rollout_log_probs" in batch,
-        "gate: {!r} corrects what the sampler's log-probabilities differ by, and the batch has none",
+        "gate: {!r} corrects by the sampler's log-probabilities, and the batch has none",
         gate.name,
     )
     check(
@@ -143,7 +143,7 @@ def reduced_loss(
         total = total + args.kl_loss_coef * reduced
     if logp.numel() == 0:  # the backward pass of a rank without tokens must reach its parameters, too
         total = total + 0 * logits.sum()
-    # slime divides what is logged as it divides the loss. The kernel counts clipped tokens in all, not of each sample:
+    # slime divides logged numbers as it divides the loss. The kernel counts clipped tokens in all, not of each sample:
     # without --calculate-per-token-loss their fraction is one of tokens, too, and not the mean of samples' fractions.
     share = (weights * rows.row_counts).sum() / out.metrics["tokens"].clamp(min=1)
     clipped = clipped_tokens(out.metrics, gate)
@@ -153,7 +153,7 @@ def reduced_loss(
         "entropy_loss": entropy.detach(),
         "pg_clipfrac": (clipped * share).float(),
         "ppo_kl": sum_of_sample_mean(torch.where(valid, old - logp.detach(), 0.0)),
-        # every micro-batch has the same names, because slime adds up what they log by its place
+        # every micro-batch has the same names, because slime adds up logged numbers by their places
         **{f"hpo/{name}": out.metrics[name].float() for name in FLAGS},
         **logged,
     }

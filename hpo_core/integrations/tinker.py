@@ -39,7 +39,7 @@ def custom_loss(
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Raises:
-        ValueError: a gate that needs what datums do not tell.
+        ValueError: a gate that needs an input that datums do not hold.
     """
     made = served_gate(gate, "Tinker", groups=prompts is not None, one_policy="a datum has one old policy")
     grouped = Unit.GROUP in made.units

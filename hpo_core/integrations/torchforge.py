@@ -2,8 +2,8 @@
 
     TitanTrainer.options(**cfg.actors.trainer).as_actor(**cfg.trainer, loss=HPOLoss("dapo(eps_high=0.28)"))
 
-The trainer calls it with logits and with what ``collate`` of that script returns as targets. Shapes: ``B`` rows, ``P``
-tokens of a prompt, ``L`` of a response, ``V`` of the vocabulary.
+The trainer calls it with logits and with the targets that ``collate`` of that script returns. Shapes: ``B`` rows,
+``P`` tokens of a prompt, ``L`` of a response, ``V`` of the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HPOLoss:
         beta: of torchforge's penalty, k3 to the reference policy; 0.1 as there, 0: none.
 
     Raises:
-        ValueError: a gate that needs what torchforge does not tell its loss.
+        ValueError: a gate that needs an input that torchforge does not give its loss.
     """
 
     gate: RatioGate | str = "ppo_clip"

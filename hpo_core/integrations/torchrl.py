@@ -37,7 +37,7 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
             over rows of their means.
 
     Raises:
-        ValueError: a gate that needs what a tensordict does not tell; ``clip_epsilon`` beside a gate.
+        ValueError: a gate that needs an input that a tensordict does not hold; ``clip_epsilon`` beside a gate.
     """
 
     def __init__(self, actor_network: Any = None, *, gate: RatioGate | str | None = None, **keywords: Any) -> None:
@@ -72,7 +72,7 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
     def _compute_policy_objective(
         self, log_weight: torch.Tensor, advantage: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """TorchRL averages what this returns over tokens or rows; the loss at each token has the loss for a mean. Each
+        """TorchRL averages the result over tokens or rows; with the loss at each token the mean is the loss. Each
         rank counts its own tokens, as in TorchRL."""
         assert self._scored is not None
         logp, mask = self._scored

@@ -37,8 +37,8 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
             of the step, so its gradient grows with the number of micro-batches (docs/trainer_differences.md).
 
     Raises:
-        ValueError: a gate that needs what Trinity-RFT does not tell its loss; arguments without ``loss_agg_mode``, to
-            which ``algorithm.loss_agg_mode`` would say nothing.
+        ValueError: a gate that needs an input that Trinity-RFT does not give its loss; arguments without
+            ``loss_agg_mode``, to which ``algorithm.loss_agg_mode`` would say nothing.
     """
 
     def __init__(self, backend: str = "verl", gate: str = "ppo_clip", loss_agg_mode: str = "") -> None:

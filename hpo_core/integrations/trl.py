@@ -1,6 +1,6 @@
 """TRL: a drop-in for ``GRPOTrainer`` whose loss, advantages and token selection are computed by hpo_core.
 
-``HPOTrainer(...)`` without further arguments trains what ``GRPOTrainer(...)`` trains. ``gate=``, ``advantage=`` and
+``HPOTrainer(...)`` without further arguments trains as ``GRPOTrainer(...)`` does. ``gate=``, ``advantage=`` and
 ``window=`` or ``entropy=`` replace one pillar each. A field of ``GRPOConfig`` that would then have no effect, or that
 this loss cannot honour, is an error that names it. Shapes: ``B`` completions in a micro-batch, ``L`` tokens each,
 padded on the right; ``P`` processes.
@@ -52,19 +52,19 @@ __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
 # Levels whose segments have rows on several processes.
 _SPANNING = {Unit.GROUP, Unit.DOMAIN}
 
-_Trainer: Any = object  # for the type checker: whatever trainer follows in the order of bases
+_Trainer: Any = object  # for the type checker: the trainer that follows in the order of bases
 
 
 class HPOMixin(_Trainer):  # type: ignore[misc]
     """Put before ``GRPOTrainer``, or a subclass of it, in the bases of a class, it computes the loss with hpo_core.
 
     Args:
-        gate: a RatioGate. None: what ``args`` says, see :func:`gate_from_config`. ``args.loss_type`` still names the
+        gate: a RatioGate. None: the gate of ``args``, see :func:`gate_from_config`. ``args.loss_type`` still names the
             denominator.
         advantage: an estimator of rows of :mod:`hpo_core.advantages`, or ``functools.partial`` of one. It is called on
             the rewards of the whole generation batch of all processes and the group of each; one of several rewards
-            (``gdpo``, ``dvao``) on what each reward function says, with ``args.reward_weights``. With ``steps`` one of
-            steps. None: what ``args.scale_rewards`` says, computed by TRL.
+            (``gdpo``, ``dvao``) on the rewards of each function, with ``args.reward_weights``. With ``steps`` one of
+            steps. None: the advantages of ``args.scale_rewards``, computed by TRL.
         steps: for an estimator of steps (``gigpo``, ``hgpo``): called like a reward function, as
             ``steps(prompts=, completions=, environments=, examples=)``, it returns a :class:`Step` for each turn of
             each completion of this process, a turn being a run of tokens that no tool wrote. The completion's own
@@ -74,7 +74,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         window: an EntropyWindow: only tokens it selects count in the policy term. ``scope="batch"`` selects once per
             rollout, by the entropies of the policy that sampled it and a threshold over the whole generation batch, at
             the price of one more forward pass; ``scope="call"`` in each micro-batch by the current policy's. Both span
-            all processes. None: what ``args.top_entropy_quantile`` says, ``forking_tokens(..., scope="call")``.
+            all processes. None: the window of ``args.top_entropy_quantile``, ``forking_tokens(..., scope="call")``.
         entropy: an entropy method, a function of :mod:`hpo_core.entropy` that returns a Selection (``archer``,
             ``entropy_advantage``, ``aepo_ruc`` ...), or ``functools.partial`` of one, or one of your own. It is called
             once per rollout, on the entropies of the policy that sampled it, with those of ``entropy`` and ``logp``
@@ -99,8 +99,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
 
     Raises:
         ValueError: naming the field of ``args`` that cannot be honoured, or that an argument above would silence; a
-            gate that needs what neither ``gate_inputs`` nor the sampler gives (``icepop``, ``tis``, ``mis`` and others
-            correct what vLLM's log-probabilities differ by).
+            gate that needs an input that neither ``gate_inputs`` nor the sampler gives (``icepop``, ``tis``, ``mis``
+            and others correct by vLLM's log-probabilities).
     """
 
     def __init__(
@@ -190,13 +190,13 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     def _check_sampler(self, gate: RatioGate) -> None:
         check(
             not (gate.corrects_sampler and self._weighs_samples()),
-            "vllm_importance_sampling_correction: expected False, got True; the gate {!r} corrects what vLLM's "
-            "log-probabilities differ by, and TRL would do it again",
+            "vllm_importance_sampling_correction: expected False, got True; the gate {!r} corrects by vLLM's "
+            "log-probabilities, and TRL would do it again",
             gate.name,
         )
 
     def _has_sampler(self) -> bool:
-        """Whether completions come with the log-probabilities of what sampled them."""
+        """Whether completions come with the log-probabilities of their sampler."""
         return bool(self.args.use_vllm) or getattr(self, "rollout_func", None) is not None
 
     # ------------------------------------------------------------------------------------------ once per generation
@@ -291,7 +291,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     # ----------------------------------------------------------------------------------------- once per micro-batch
 
     def _read_config(self) -> None:
-        """Follow what a callback has changed since the last micro-batch, as TRL's own loss does."""
+        """Follow the changes by callbacks since the last micro-batch, as TRL's own loss does."""
         told = told_by(self)
         if told != self._hpo_told:
             check_unchanged(told, self._hpo_told, self._hpo_given)
@@ -345,7 +345,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
 
         Args:
             logps, entropies: ``[B, L]`` float32; entropies without gradient.
-            inputs: TRL's micro-batch: masks, advantages, and what else was computed when it was generated.
+            inputs: TRL's micro-batch: masks, advantages, and the other tensors computed when it was generated.
             aux_loss: 0-dim, the load balancing of a mixture of experts; only logged.
         """
         gate, kl, _, _, _, window, _, _, gate_inputs, backend, _ = self._hpo
@@ -365,7 +365,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         old_logps, rollout_logps = inputs.get("old_per_token_logps"), sampler_of(gate, logps, inputs)
         check(
             rollout_logps is not None or not gate.needs_rollout,
-            "gate: {!r} corrects what the sampler's log-probabilities differ by; {}",
+            "gate: {!r} corrects by the sampler's log-probabilities; {}",
             gate.name,
             NO_SAMPLER,
         )

@@ -31,7 +31,7 @@ class _Head:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[torch.Tensor | None, ...]:
-        """Log-probabilities and entropies ``[T]``, and None for what these trainers never ask for."""
+        """Log-probabilities and entropies ``[T]``, and None for the outputs that these trainers never ask for."""
         logp, entropy = linear_token_logprobs(
             hidden, weight, targets, temperature, bias=bias, entropy="entropy" in outputs,
             softcap=final_logit_softcapping, logit_scale=logit_scale, backend=self.backend,

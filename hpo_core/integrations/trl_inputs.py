@@ -66,7 +66,7 @@ def domain_ids_of(column: str, inputs: list[dict[str, Any]], device: torch.devic
 
 
 def mask_of(inputs: dict[str, Any]) -> torch.Tensor:
-    """Tokens of the loss, bool ``[B, L]``: completions without padding and without what tools wrote."""
+    """Tokens of the loss, bool ``[B, L]``: completions without padding and without the tokens that tools wrote."""
     mask: torch.Tensor = inputs["completion_mask"] != 0
     return mask & (inputs["tool_mask"] != 0) if "tool_mask" in inputs else mask
 

@@ -1,4 +1,4 @@
-"""The steps of padded completions: what the policy wrote between two answers of tools."""
+"""The steps of padded completions: the tokens that the policy wrote between two answers of tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..segments import ids_of
 
 
 class Step(NamedTuple):
-    """One turn of a completion: what the policy saw before it, by which steps of a prompt are compared, and the reward
+    """One turn of a completion: the observation before it, by which steps of a prompt are compared, and the reward
     it got at once."""
 
     observation: str | bytes | int

@@ -3,7 +3,7 @@
 Importing this module registers the losses ``hpo_ppo_clip``, ``hpo_dapo``, ``hpo_cispo``, ``hpo_gspo``,
 ``hpo_gspo_token``, ``hpo_sapo`` and ``hpo_dro``, whose numbers are the configuration's, those of ``PRESETS`` under
 ``hpo_`` and their name, with the bounds of their papers, and as advantage estimators those of ``ESTIMATORS`` and, for
-agent loops that tell what their turns saw, of ``STEP_ESTIMATORS``. verl imports it by itself wherever hpo_core is
+agent loops that tell the observations of turns, of ``STEP_ESTIMATORS``. verl imports it by itself wherever hpo_core is
 installed (entry point ``verl.plugins``), or through ``VERL_USE_EXTERNAL_MODULES=hpo_core.integrations.verl``; then
 ``actor_rollout_ref.actor.policy_loss.loss_mode=hpo_gspo`` and ``algorithm.adv_estimator=hpo_lite_ppo`` select one.
 Shapes: ``B`` responses in a micro-batch, ``L`` tokens each, padded on the right.
@@ -113,8 +113,8 @@ def register(
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Levels above the tokens: a response is a trajectory, its steps are the runs of tokens that no tool wrote, and the
-    answers to a prompt are a group, which must not be parted by micro-batches. Gates that correct what the sampler's
-    log-probabilities differ by (``icepop``, ``tis``, ``decoupled`` ...) take them from the rows, where
+    answers to a prompt are a group, which must not be parted by micro-batches. Gates that correct by the sampler's
+    log-probabilities (``icepop``, ``tis``, ``decoupled`` ...) take them from the rows, where
     ``rollout.calculate_log_probs=True`` puts them.
 
     Raises:
@@ -240,7 +240,7 @@ def _policy_loss(
 def _check_micro_batch(loss: _Loss, gate: RatioGate, micro_batch: MicroBatch, config: Any) -> None:
     check(
         micro_batch.rollout_logp is not None or not gate.needs_rollout,
-        "gate: {!r} corrects what the sampler's log-probabilities differ by, and {!r} gets none; set "
+        "gate: {!r} corrects by the sampler's log-probabilities, and {!r} gets none; set "
         "rollout.calculate_log_probs=True, and register the gate itself, not a function of the configuration",
         gate.name,
         loss.name,
@@ -304,7 +304,7 @@ def _weights(mode: str, batch: PackedBatch, info: Mapping[str, Any]) -> torch.Te
 
 
 def _metrics(result: PolicyLoss, gate: RatioGate) -> dict[str, float]:
-    """verl's three metrics as it defines them, what corrections keep, and the error counters; one copy to the host."""
+    """verl's three metrics as it defines them, kept fractions of corrections, error counters; one copy to the host."""
     vectors = torch.stack([each.vector for each in (result.metrics, *result.corrections)]).cpu()
     whole, *corrections = map(Metrics, vectors)
     seen = fractions(whole, gate)
@@ -330,13 +330,13 @@ def register_advantage(name: str, estimator: Callable[..., torch.Tensor], *, bac
     once for an estimator of rows, with the reward of its last row and the tokens of all.
 
     An estimator of steps (``gigpo``, ``hgpo``) is called on the rewards of all turns ``[N]``, with those of
-    ``group_ids``, ``trajectory_ids``, ``anchor_ids`` and ``positions`` that it takes. The agent loop tells what turns
-    saw and got: ``AgentLoopOutput(..., extra_fields={"hpo_steps": [(observation, reward), ...]})``, a pair for each run
-    of tokens with ``response_mask`` 1. The response's own reward goes to its last turn. An agent's run that verl's V1
-    trainers have in several rows is one trajectory, whose reward counts once.
+    ``group_ids``, ``trajectory_ids``, ``anchor_ids`` and ``positions`` that it takes. The agent loop tells the
+    observations and rewards: ``AgentLoopOutput(..., extra_fields={"hpo_steps": [(observation, reward), ...]})``, a pair
+    for each run of tokens with ``response_mask`` 1. The response's own reward goes to its last turn. An agent's run
+    that verl's V1 trainers have in several rows is one trajectory, whose reward counts once.
 
     Raises:
-        ValueError: a name that verl has for another estimator; an estimator that needs what verl does not tell.
+        ValueError: a name of another estimator of verl's; an estimator that needs an argument that verl does not give.
     """
     if is_of_steps(estimator):
         check_step_estimator(estimator)

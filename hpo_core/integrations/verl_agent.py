@@ -41,8 +41,8 @@ def compute_policy_loss(
     of the micro-batch, which the actor divides by their number.
 
     Raises:
-        ValueError: a bound that the gate of ``HPO_GATE`` would silence; a gate that needs what verl-agent does not
-            tell.
+        ValueError: a bound that the gate of ``HPO_GATE`` would silence; a gate that needs an input that verl-agent
+            does not give.
     """
     bounds = (cliprange, cliprange_low, cliprange_high, clip_ratio_c)
     given = {name: bound for name, bound in zip(_UNSET, bounds, strict=True) if bound is not None}

@@ -83,7 +83,7 @@ class _Head:
         linear = getattr(self.model, "lm_head", None)
         check(
             isinstance(linear, torch.nn.Linear),
-            "impl_backend: 'hpo_core' computes what a model whose lm_head is a torch.nn.Linear computes, got {}; take "
+            "impl_backend: 'hpo_core' is for models whose lm_head is a torch.nn.Linear, got {}; take "
             "adapters off the head, or use impl_backend=hpo_core_logits for a language model",
             type(linear).__name__,
         )

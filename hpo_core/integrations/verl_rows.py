@@ -28,7 +28,7 @@ from .entropy_methods import SELECTED, MakesSelection, selection_of, selection_t
 METHODS: dict[str, MakesSelection] = {}
 # The losses whose gate has a level of prompt groups.
 GROUPED: set[str] = set()
-# The losses whose gate corrects what the sampler's log-probabilities differ by.
+# The losses whose gate corrects by the sampler's log-probabilities.
 CORRECTING: set[str] = set()
 
 _REFERENCE, _SAMPLER = "ref_log_prob", "rollout_log_probs"
@@ -186,8 +186,8 @@ def selected_by(
 
 
 def check_bypass(config: Any) -> None:
-    """Check that the sampler is not the old policy, too, where the loss corrects what they differ by. ``config``: that
-    of a V1 trainer; the others replace the loss in that mode."""
+    """Check that the sampler is not the old policy, too, where the loss corrects their difference. ``config``: that of
+    a V1 trainer; the others replace the loss in that mode."""
     correction = config.algorithm.get("rollout_correction", None)
     if not correction or not correction.get("bypass_mode", False):
         return

@@ -41,7 +41,7 @@ class _Rows(NamedTuple):
 
 
 _NONE = _Rows()
-_rows: ContextVar[_Rows] = ContextVar("what agent loops have told of the rows", default=_NONE)
+_rows: ContextVar[_Rows] = ContextVar("the facts about the rows that agent loops have told", default=_NONE)
 
 
 def is_of_steps(estimator: Callable[..., torch.Tensor]) -> bool:
@@ -103,7 +103,7 @@ def _steps_of(name: str, told: Sequence[Any] | None, filled: Sequence[bool]) -> 
     missing = [row for row, has_turns in enumerate(filled) if has_turns and (told is None or told[row] is None)]
     check(
         not missing,
-        "adv_estimator: {!r} compares steps by what the policy saw before them, and the agent loop of row {} tells no "
+        "adv_estimator: {!r} compares steps by the observations before them, and the agent loop of row {} tells no "
         "{}; return AgentLoopOutput(..., extra_fields={{{!r}: [(observation, reward), ...]}}), one pair for each turn, "
         "which is a run of tokens with response_mask 1",
         name,

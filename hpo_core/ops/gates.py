@@ -129,7 +129,7 @@ class _PolicyLoss(torch.autograd.Function):
 
 
 class _Call:
-    """One call on its way through a transform's node, and what it returns beside the node's outputs."""
+    """One call on its way through a transform's node, and its outputs beside those of the node."""
 
     metrics: torch.Tensor
     tokens: torch.Tensor | None
@@ -161,8 +161,8 @@ _apply_in_transform = node(
     lambda ctx, *gradients: (_scaled(ctx, *gradients), None, None),
     VMAP.format("policy_loss", "call the loss once for each batch"),
 )
-# The same without what torch.func needs: Function.apply inspects the signature of forward at every call, which takes as
-# long as all the rest.
+# The same without the part for torch.func: Function.apply inspects the signature of forward at every call, which
+# takes as long as all the rest.
 _apply: Any = super(torch.autograd.Function, _PolicyLoss).apply
 
 
@@ -186,7 +186,7 @@ def hands_on(factor: torch.Tensor) -> bool:
 
 
 def times(values: torch.Tensor, factor: torch.Tensor, backend: str | None) -> torch.Tensor:
-    """``values *= factor``. 1 is what a plain ``backward()`` sends: a CPU reads it here, another device in the kernel,
+    """``values *= factor``. A plain ``backward()`` sends 1: a CPU reads it here, another device in the kernel,
     because reading it here would be a synchronisation."""
     if factor.is_cpu:
         return values if factor.item() == 1.0 else values.mul_(factor)

@@ -186,7 +186,7 @@ def check_upstream(
     logp_gradient: torch.Tensor | None,
     entropy_gradient: torch.Tensor | None,
 ) -> None:
-    """Check what a backward gets beside the operands of its forward."""
+    """Check the arguments of a backward beside the operands of its forward."""
     kept = 2 if statistics.shape[:1] == (2,) else 3
     check(kept > 2 or entropy_gradient is None, "statistics: expected 3 of each row for an entropy_gradient, got 2")
     check_operand("statistics", statistics, (kept, targets.numel()), (torch.float32,), like)

@@ -1,8 +1,8 @@
 """Pictures of gates, trajectories, batches and entropy windows, of your own tensors. They need matplotlib.
 
-Each function draws one idea with what the definition in float64 computes, and returns the Axes or Figure, on which
+Each function draws one idea with the numbers of the definition in float64, and returns the Axes or Figure, on which
 matplotlib's own functions go on: ``axes.set_title(...)``, ``axes.figure.savefig("gate.png")``. Tensors may lie on any
-device and carry a graph; drawing copies what it shows to the host. ``import hpo_core`` imports nothing of this.
+device and carry a graph; drawing copies the shown numbers to the host. ``import hpo_core`` imports nothing of this.
 """
 
 from .batches import batch_layout

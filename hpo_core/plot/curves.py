@@ -28,7 +28,7 @@ def gate_curve(
     points: int = 441,
     axes: Axes | None = None,
 ) -> Axes:
-    """The slope of the objective against the ratio, for advantages of 1 and of -1: what a gate does to a gradient.
+    """The slope of the objective against the ratio, for advantages of 1 and of -1: the effect of a gate on a gradient.
 
     ``slope = d objective / d logp``, minus the gradient of the loss: A where the gate lets a ratio of 1 pass, 0 where
     it stops the token, and of PPO's surrogate ``A r`` between its bounds.

@@ -1,4 +1,4 @@
-"""Entropies of a row, windows, thresholds and what they select."""
+"""Entropies of a row, windows, thresholds and the selected tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def entropy_window(
     labels: Sequence[str] | None = None,
     axes: Axes | None = None,
 ) -> Axes:
-    """The entropies of one row, the window means that are compared, the threshold, and what is selected.
+    """The entropies of one row, the window means that are compared, the threshold, and the selected tokens.
 
     Bars are entropies, blue where the token is selected. For a window of several tokens each dot is the mean of the
     window that begins (or lies) at its token, filled where it is selected, and the tokens of selected windows are
@@ -38,7 +38,7 @@ def entropy_window(
         entropy: ``[T]`` (or ``[B, L]``) in nats.
         batch: a PackedBatch, or a padded mask ``[B, L]``.
         window: an EntropyWindow: ``forking_tokens``, ``ares`` or your own.
-        state: what ``window.fit`` returned for the optimiser step. Default: fitted on these entropies.
+        state: the state that ``window.fit`` returned for the optimiser step. Default: fitted on these entropies.
         row: of the packed (or padded) batch.
         labels: a text for each token of the row, such as the decoded tokens.
         axes: to draw on. Default: new ones.

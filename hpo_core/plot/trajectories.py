@@ -52,8 +52,8 @@ def trajectory(
     """The way of one row's log-ratios through a gate: aggregates, residuals and budgets, before and after gating.
 
     The first panel has the log-ratios ``x = logp - old_logp`` and the aggregate of each level; then each level, from
-    the coarsest to the tokens, its residual (grey), what its gate lets through (coloured) and its budget (dashed); the
-    last one ``z``, the sum of what was let through, beside x. Rising and falling log-ratios of a gate with a split are
+    the coarsest to the tokens, its residual (grey), the gated residual (coloured) and its budget (dashed); the last
+    one ``z``, the sum of the gated residuals, beside x. Rising and falling log-ratios of a gate with a split are
     drawn upwards and downwards. All is the definition's, in float64. Masked tokens are left out.
 
     Args:

@@ -72,7 +72,7 @@ class Tokens(NamedTuple):
 
     @property
     def negative(self) -> torch.Tensor:
-        """1 where the advantage is below 0, else 0: the index of what differs by its sign."""
+        """1 where the advantage is below 0, else 0: the index into pairs (A >= 0, A < 0)."""
         return (self.advantage < 0).long()
 
 
@@ -82,8 +82,8 @@ def policy_loss(
     """Returns the loss (0-dim, differentiable in ``logp``), the metrics vector (float64) and ``loss_t`` ``[T]``
     (detached).
 
-    Computes in the dtype of ``logp``; float64 is the definition. With an ``exchange``, n and the sums of x of every
-    segment of ``spec.levels`` are what it makes of them.
+    Computes in the dtype of ``logp``; float64 is the definition. An ``exchange`` changes n and the sums of x of every
+    segment of ``spec.levels``.
     """
     inputs = flat(inputs)
     tokens, metrics = read_tokens(inputs, spec), empty_metrics(inputs.logp.device)
@@ -235,7 +235,7 @@ def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:
 
 def possible_bounds(inputs: PolicyLossInputs) -> Iterator[torch.Tensor]:
     """Where ``0 <= low <= 1`` and where ``1 <= high``, but for rounding: epsilons in place of ratios are no bounds, nor
-    what was computed from a broken entropy."""
+    are numbers that come from a broken entropy."""
     if inputs.low is not None:
         yield (inputs.low >= 0) & (inputs.low <= 1 + ROUNDING)
     if inputs.high is not None:

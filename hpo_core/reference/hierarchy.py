@@ -139,7 +139,7 @@ def _with_children(sums: torch.Tensor, ancestors: torch.Tensor, levels: tuple[Le
 
 
 def aggregate_of(count: torch.Tensor, total: torch.Tensor, level: LevelSpec) -> torch.Tensor:
-    """The aggregate that comes of what segments add up."""
+    """The aggregate of segments, from their counts and sums."""
     mean = total if level.aggregate is Aggregate.SUM else total / count.clamp(min=1)
     return mean.log1p() if level.aggregate is Aggregate.LOG_MEAN_EXP else mean
 
@@ -198,7 +198,7 @@ def _gate_level(
         slope = slope.masked_fill(at_once, 1.0)  # infinity times the derivative 0 would be NaN
         back = torch.where(at_once, -torch.ones_like(u), (slope + 1) * high - slope * size)
         back = torch.where(slope == 0, high, back)  # a clip: no zone to roll back in
-        # The end of the zone has the slope of what is 0, where level metrics count it; a clamp would keep the other.
+        # At the end of the zone the slope is that of 0, as level metrics count it; a clamp would keep the other.
         rolled = torch.where(size <= high, u, torch.sign(u) * torch.where(back > 0, back, torch.zeros_like(u)))
         return rolled, u < -high, u > high
     nowhere = torch.zeros_like(u, dtype=torch.bool)

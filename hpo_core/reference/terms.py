@@ -11,9 +11,9 @@ from ..specs import Head, KLEstimator, KLGradient, Penalty, TermSpec
 
 SATURATION = 60.0
 SQUARE_SATURATION = 25.0  # of z, for heads that multiply the ratio by another large number, or by itself
-IMPLIED_SATURATION = 2.0**36  # of the ratio in the implied policy, which divides it by what may be 2^-24
+IMPLIED_SATURATION = 2.0**36  # of the ratio in the implied policy, which divides it by a number that may be 2^-24
 SCORE_SATURATION = 2e37  # of the loss of a token that is multiplied by its log-probability: eight of them fit a float
-SUM_SATURATION = 2.0**31  # of z, for the head that has no ratio: what sums in fixed point hold
+SUM_SATURATION = 2.0**31  # of z, for the head that has no ratio: the limit of sums in fixed point
 DEVIATION_SATURATION = 2048.0  # of a ratio's deviation from 1, where deviations are added up
 # The bound of u in a gamma gate, whose slope is kept. The gate is far below -SATURATION there: this tells only between
 # the channels of a split, where sums of any size would be infinity minus infinity, and a float has to hold each.
@@ -99,7 +99,7 @@ def general_term(
     """:func:`policy_term` of every head; kept: the token weight, 0 where not selected."""
     if head is Head.CENSORED:
         deviation = deviation_of(x)
-        left = deviation + torch.sign(deviation) * z  # z: what the segment is above its budget, negative
+        left = deviation + torch.sign(deviation) * z  # z: the excess of the segment over its budget, negative
         return -a * (1 + torch.where(deviation.abs() + z >= 0, left, torch.zeros_like(z)))
     ratio, size = torch.exp(z), torch.where(negative == 1, -a, a)  # the second: |A|, whatever the sign of weights
     if head is Head.LOG:

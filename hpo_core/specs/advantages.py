@@ -108,8 +108,8 @@ MOST_TERMS = 8
 class GroupNormalisation:
     """How terms, each over values and a grouping of its own, make one advantage per unit.
 
-    ``share_eps``, ``share_least``: where terms share, eps of the denominator, and what the sum of shares must exceed,
-    or the advantage is 0.
+    ``share_eps``, ``share_least``: where terms share, eps of the denominator, and the bound that the sum of shares must
+    exceed, or the advantage is 0.
     """
 
     terms: tuple[GroupTerm, ...]

@@ -19,7 +19,7 @@ class TokenGate(enum.IntEnum):
 
 
 class LevelKind(enum.IntEnum):
-    """The gate ``g(u)`` on a level's residual, and what ``low``, ``high`` and ``slope`` of a LevelSpec mean for it."""
+    """The gate ``g(u)`` on a level's residual, with ``low``, ``high`` and ``slope`` those of its LevelSpec."""
 
     IDENTITY = 0
     CLIP = 1  # clamp(u, low, high)
@@ -144,7 +144,7 @@ class CorrectionSpec(NamedTuple):
     reduction: Reduction
     action: Action
     of_segments: bool  # the statistic is that of the token's segment
-    strict: bool  # what lies on a bound is outside
+    strict: bool  # a value on a bound is outside
     low: tuple[float, float]
     high: tuple[float, float]
 
@@ -157,8 +157,8 @@ class CorrectionSpec(NamedTuple):
 MOST_ROW_CORRECTIONS = 2  # of a loss
 
 
-# Changes what segments of a correction have added up, ``[P, n]`` numbers in place: into the sums over all processes, or
-# with True into the maxima. Numbers are integers, floats for the reference.
+# Changes ``[P, n]`` numbers of the segments of a correction in place: into the sums over all processes, or with True
+# into the maxima. Numbers are integers, floats for the reference.
 SegmentReduce = Callable[[torch.Tensor, bool], None]
 
 
@@ -208,7 +208,7 @@ class PolicyLossSpec(NamedTuple):
 
     @property
     def mean_exp(self) -> bool:
-        """Whether the exponentials of log-ratios are what segments add up."""
+        """Whether segments add up the exponentials of log-ratios."""
         return any(level.aggregate is Aggregate.LOG_MEAN_EXP for level in self.levels)
 
     @property
@@ -228,15 +228,15 @@ class Stage(enum.IntEnum):
 
 
 class Exchange(Protocol):
-    """Changes what the segments of each level have added up: to add what other processes have, or to put something else
-    in its place. Segment s of level k stands at ``[k, s]``. The first three change integers in place, the last two of
+    """Changes the sums of the segments of each level: to add those of other processes, or to put others in their
+    place. Segment s of level k stands at ``[k, s]``. The first three change integers in place, the last two of
     them where the spec ``has_aggregate_grad`` and a gradient is wanted: whether they are called depends on nothing
     else.
     """
 
     def sums(self, table: torch.Tensor) -> None:
-        """``[levels, P, 3]``: valid tokens, and by channel the sum of what the level aggregates of them, times 2^32:
-        their log-ratios, of which :attr:`Aggregate.LOG_MEAN_EXP` takes ``e^x - 1``."""
+        """``[levels, P, 3]``: the number of valid tokens, and by channel the sum of their log-ratios x, times 2^32;
+        under :attr:`Aggregate.LOG_MEAN_EXP` that of ``e^x - 1``."""
 
     def largest(self, table: torch.Tensor) -> None:
         """``[levels, P, 2]``: by channel a key that is monotone in the largest gradient of a leaf in the aggregate."""
@@ -283,7 +283,7 @@ class PolicyLossInputs(NamedTuple):
     # [levels, P] int64 in [0, P): a segment's number is that of its first leaf. None: each leaf is one at every level
     ancestors: torch.Tensor | None = None
     # with spec.term
-    target: torch.Tensor | None = None  # [S], or [T] with target_per_token: what some heads compare the ratio with
+    target: torch.Tensor | None = None  # [S], or [T] with target_per_token; some heads compare the ratio with it
     target_per_token: bool = False
     penalty_mask: torch.Tensor | None = None  # [T] bool: tokens that pay the term's penalty; None: all valid ones
     kl_weight: torch.Tensor | None = None  # [T] factor on the penalty of kl, with ref_logp; not finite: 0

@@ -23,7 +23,7 @@ class LogitType(enum.IntEnum):
 
 
 class LogitRows(NamedTuple):
-    """Rows of logits over a vocabulary or a part of it, with what both directions of ``token_logprobs`` read."""
+    """Rows of logits over a vocabulary or a part of it, with the inputs of both directions of ``token_logprobs``."""
 
     logits: torch.Tensor  # [..., columns]; columns first to first + columns - 1 of the vocabulary
     targets: torch.Tensor  # [...] int64 ids in the whole vocabulary

@@ -280,8 +280,8 @@ def _judge(
             share = promise.holds(run, example) or 0.0
             if promise.name == UNWRITTEN:
                 written = _written(recorded)
-                assert not written, f"the kernel wrote what it was given as {written}"
-                assert _show(earlier[0]) == _show(earlier[1]), "the kernel wrote over what an earlier call returned"
+                assert not written, f"the kernel wrote to the argument {written}"
+                assert _show(earlier[0]) == _show(earlier[1]), "the kernel wrote over a result an earlier call returned"
         except (Inapplicable, Undefined):
             raise
         except Exception as error:
@@ -314,7 +314,7 @@ def _judge(
 
 
 def _written(recorded: Recorded) -> str:
-    """The names of the arguments that are not what they were before the call."""
+    """The names of the arguments that the call has changed."""
     return ", ".join(name for name, value in recorded.received.items() if _show(recorded.given[name]) != _show(value))
 
 

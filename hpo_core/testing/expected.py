@@ -95,7 +95,7 @@ def outcome_of(out: Any, leaf: torch.Tensor, incoming: torch.Tensor | None = Non
 
 
 def differentiate(out: torch.Tensor, leaf: torch.Tensor, incoming: torch.Tensor | None) -> torch.Tensor:
-    """The gradient of ``leaf``. A backward that writes to ``incoming`` changes what other nodes of the graph get."""
+    """The gradient of ``leaf``. A backward that writes to ``incoming`` changes other nodes' gradients."""
     arriving = out.new_ones(()).expand_as(out) if incoming is None else incoming
     before = None if incoming is None else incoming.clone()
     (grad,) = torch.autograd.grad(out, leaf, arriving)
@@ -135,7 +135,7 @@ def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
     return run_policy_loss(policy_loss, example, report=("tokens",), backend="reference")
 
 
-# Heads that pull the ratio back to 1, each with the head and the numbers of what remains without the pull.
+# Heads that pull the ratio back to 1, each with the head and the numbers that remain without the pull.
 _WITHOUT_PULL = {
     Head.SIMPLE: (Head.LINEAR, (0.0, 0.0)),
     Head.MIRROR: (Head.LINEAR, (0.0, 0.0)),

@@ -1,4 +1,4 @@
-"""The first token at which two kernels disagree, and what the definition does with it at every level."""
+"""The first token at which two kernels disagree, and its way through every level of the definition."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _check_example(example: PolicyLossExample) -> None:
         "example.gate: expected a RatioGate, got {}; that of policy_loss by default is gates.ppo_clip()",
         type(gate),
     )
-    check_shape("example.logp", example.logp, (batch.total_tokens,), "[T] (packed)", "flatten what is padded")
+    check_shape("example.logp", example.logp, (batch.total_tokens,), "[T] (packed)", "flatten a padded tensor")
     unknown = sorted(set(example.keywords) - set(accepted(policy_loss, example.keywords)))
     check(not unknown, "example.keywords: expected arguments of policy_loss, got {}", ", ".join(unknown))
 

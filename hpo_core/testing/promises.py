@@ -82,5 +82,5 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
     return wide[1:]
 
 
-# Ways to lay out the same values, and what a report says of them.
+# Ways to lay out the same values, and their names in a report.
 PLACEMENTS = ((strided, "where inputs have stride 2"), (shifted, "where inputs begin off alignment"))

@@ -167,7 +167,7 @@ def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Ten
     weights = example.spread(example.weights())
     advantages = example.advantages if example.per_token else example.spread(example.advantages)
     expected = -(weights * advantages)
-    return example, torch.where(exact.abs() > expected.abs() / 2, expected, 0.0)  # what cancels leaves its rounding
+    return example, torch.where(exact.abs() > expected.abs() / 2, expected, 0.0)  # cancelling terms leave rounding
 
 
 def _first_order(run: Run, example: PolicyLossExample, why: str) -> float | None:

@@ -102,6 +102,24 @@ def run(kind, swift, batch, arguments, gate=None):
     return (loss.detach(), grad), metrics, made
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"loss_type": "grpo", "rollout_importance_sampling_mode": "sequence_mask"},
+        {"loss_type": "grpo", "rollout_importance_sampling_mode": "sequence_truncate"},
+        {"loss_type": "bnpo", "off_policy_sequence_mask_delta": 0.02},
+    ],
+)
+def test_masked_positions_are_never_read(arguments, swift, ours):
+    batch, poisoned = Batch(per_token=True), Batch(per_token=True)
+    for name in ("logp", "old", "rollout", "ref", "advantages"):
+        setattr(poisoned, name, poisoned.poisoned(getattr(batch, name)))
+    (one, expected), (other, found) = (
+        run(ours.HPOSwiftTrainer, swift, each, arguments)[0] for each in (batch, poisoned)
+    )
+    assert torch.equal(other, one) and torch.equal(found, expected) and expected.any()
+
+
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 def test_equals_swift(arguments, swift, ours):
     told, stops = ARGUMENTS[arguments]

@@ -70,6 +70,14 @@ def test_equals_openrlhf(flags, counts, ours, theirs):
     assert clipped > 0.05, "nothing was clipped: the comparison says little"
 
 
+def test_a_divergence_that_rounds_below_0_drops_no_token(ours):
+    """OpenRLHF makes [0, HIGH] of one number, and drops such tokens of a sampler that is nearly the policy."""
+    batch = Batch()
+    batch.rollout = batch.old + 1e-4 * torch.randn(batch.old.shape, generator=torch.Generator().manual_seed(1))
+    loss = ours(**TOKEN, is_correction_gating="binary_kl", is_correction_threshold=[0.0, 0.5])
+    assert call(loss, batch, batch.mask.long(), {})(batch.logp)[-1] == 0
+
+
 @pytest.mark.parametrize("flags", ["icepop", "geometric mask", "total variation", "binary kl"])
 def test_what_the_sampler_does_not_tell_is_dropped_as_in_openrlhf(flags, ours, theirs):
     batch = Batch()

@@ -120,7 +120,7 @@ def test_estimators_equal_skyrls(name, skyrl, ours):
 
 
 def test_settings_of_advantages_are_read_or_refused(skyrl, ours):
-    rewards, mask, index = torch.rand(4, 5), torch.ones(4, 5), np.array(list("aabb"))
+    rewards, mask, index = torch.rand(4, 5), torch.ones(4, 5, dtype=torch.int64), np.array(list("aabb"))
     one, other = (
         skyrl.compute_advantages_and_returns(
             rewards, mask, index, "hpo_reinforce_pp", configuration(), gamma=gamma, grpo_norm_by_std=False
@@ -130,6 +130,43 @@ def test_settings_of_advantages_are_read_or_refused(skyrl, ours):
     assert not torch.allclose(one, other)
     with pytest.raises(ValueError, match=r"grpo_norm_by_std: grpo divides by a deviation .*take hpo_dr_grpo"):
         skyrl.compute_advantages_and_returns(rewards, mask, index, "hpo_grpo", configuration(), grpo_norm_by_std=False)
+
+
+def test_rows_that_fill_a_batch_up_are_in_no_statistic(skyrl, ours):
+    """Copies of the first row, whose rewards and masks they have, under prompts of their own."""
+    rewards, mask, index = torch.zeros(6, 5), torch.ones(6, 5, dtype=torch.int64), np.array([*"aabbcc"])
+    rewards[:, 2] = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
+    mask[1, 3:] = 0
+    filled = np.array([*index, "pad0", "pad1"])
+    for name in ours.ESTIMATORS:
+        few, many = (
+            skyrl.compute_advantages_and_returns(*given, f"hpo_{name}", configuration())[0]
+            for given in ((rewards, mask, index), (rewards[[*range(6), 0, 0]], mask[[*range(6), 0, 0]], filled))
+        )
+        assert torch.equal(many[:6], few) and not many[6:].any(), name
+
+
+def test_step_by_step_there_are_no_lengths(skyrl, ours):
+    rewards, ones, index = torch.rand(4, 5), torch.ones(4, 5), np.array([*"aabb"])
+    refused = []
+    for name in ours.ESTIMATORS:
+        try:
+            skyrl.compute_advantages_and_returns(rewards, ones, index, f"hpo_{name}", configuration())
+        except ValueError as error:
+            assert "advantage_estimator" in str(error) and "step_wise_trajectories" in str(error)
+            refused.append(name)
+    assert {"opo", "reinforce_pp", "reinforce_pp_baseline"} <= set(refused) and "grpo" not in refused
+
+
+def test_a_healthy_micro_batch_reports_the_names_of_a_broken_one(skyrl, ours):
+    """SkyRL reduces over the ranks name by name: one that a rank lacks would be waited for."""
+    batch, broken = Batch(), Batch()
+    broken.logp = torch.where(torch.arange(broken.logp.numel()).view_as(broken.logp) == 0, torch.nan, broken.logp)
+    assert broken.mask.flatten()[0]
+    one, other = (
+        call(skyrl, "hpo_ppo_clip", each, each.advantages, configuration())(each.logp)[1] for each in (batch, broken)
+    )
+    assert one.keys() == other.keys() and other["hpo/nan_tokens"] == 1 and one["hpo/nan_tokens"] == 0
 
 
 def test_what_is_registered_takes_what_skyrl_hands_over(skyrl, ours):

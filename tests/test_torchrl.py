@@ -46,6 +46,34 @@ def test_equals_torchrl(aggregation, more, ours):
     assert stopped > 0.1, "nothing was clipped: the comparison says little"
 
 
+def test_bounds_that_a_scheduler_or_a_checkpoint_changes(ours):
+    batch, keywords = Batch(), {"entropy_bonus": False}
+    peer, own, loaded = grpo.GRPOLoss(None, **keywords), ours(None, **keywords), ours(None, **keywords)
+    before, _ = run(own, batch)
+    for each in (peer, own):
+        each.clip_epsilon_low = each.clip_epsilon_high = 0.05
+    expected, _ = run(peer, batch)
+    close(run(own, batch)[0], expected)
+    assert not torch.allclose(before[1], expected[1])
+    loaded.load_state_dict(own.state_dict())
+    close(run(loaded, batch)[0], expected)
+    another = ours(None, gate="gspo", **keywords)
+    another.load_state_dict(ours(None, **keywords).state_dict())  # changes no bound
+    run(another, batch)
+    another.clip_epsilon_low = 0.05
+    with pytest.raises(ValueError, match="clip_epsilon: the gate 'gspo' does not read it"):
+        run(another, batch)
+
+
+def test_a_token_that_is_left_out_is_seen(ours):
+    batch = Batch()
+    loss = ours(None, entropy_bonus=False)
+    assert run(loss, batch)[1].clip_fraction.isfinite()
+    batch.logp = torch.where(batch.mask & (batch.mask.cumsum(-1) == 1), torch.nan, batch.logp)
+    (value, _), found = run(loss, batch)
+    assert value.isfinite() and found.clip_fraction.isnan()
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
 def test_each_rank_counts_its_own_as_in_torchrl(aggregation, ours):
     keywords, batch = {"entropy_bonus": False, "aggregation": aggregation}, Batch()

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from lazily import Lazy, skip_without
 from trainer_batches import Batch, equal, integration
 
@@ -49,6 +50,19 @@ def test_equals_trinity(name, mode, ours):
                 assert found[metric] == pytest.approx(expected[metric], rel=1e-5, abs=1e-6), metric
         clipped += expected.get("pg_clipfrac", 0.0)
     assert clipped > 0.05 or name == "cispo", "nothing was clipped: the comparison says little"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_row_as_its_trainer_for_tinker_has_it(mode, ours):
+    batch, loss = Batch(), ours(backend="tinker", gate="ppo_clip", loss_agg_mode=mode)
+    one, alone = (
+        loss(logprob=logp, old_logprob=old, action_mask=mask.float(), advantages=advantages)
+        for logp, old, mask, advantages in (
+            [each[at] for each in (batch.logp, batch.old, batch.mask, batch.mask * batch.advantages[..., :1])]
+            for at in (slice(0, 1), 0)
+        )
+    )
+    assert torch.equal(one[0], alone[0]) and one[1] == alone[1]
 
 
 def test_trinity_finds_the_loss_by_its_path_and_asks_for_what_it_reads(ours):

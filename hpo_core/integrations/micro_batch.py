@@ -139,12 +139,13 @@ def _clip_slots(gate: RatioGate) -> list[str]:
 
 def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
     """The numbers that trainers log of a loss, in one copy to the host: ``tokens``, ``clipped`` and ``dual_clipped``
-    (fractions of the valid tokens), ``kl`` (the mean of ``old_logp - logp``), and the error counters that are not 0.
+    (fractions of the valid tokens), ``kl`` (the mean of ``old_logp - logp``), and the error counters, 0 in a healthy
+    run: trainers average over the micro-batches, and reduce over the ranks, that report a name.
 
     >>> import hpo_core as hpo
     >>> out = hpo.policy_loss(torch.ones(1, 2), torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2).bool())
-    >>> fractions(out.metrics, hpo.gates.ppo_clip())
-    {'tokens': 2.0, 'clipped': 1.0, 'dual_clipped': 0.0, 'kl': -1.0}
+    >>> list(fractions(out.metrics, hpo.gates.ppo_clip()).items())[:5]
+    [('tokens', 2.0), ('clipped', 1.0), ('dual_clipped', 0.0), ('kl', -1.0), ('nan_tokens', 0.0)]
     """
     count = dict(zip(SLOTS, metrics.vector.tolist(), strict=True))
     tokens = max(count["tokens"], 1.0)
@@ -154,14 +155,14 @@ def fractions(metrics: Metrics, gate: RatioGate) -> dict[str, float]:
         "clipped": sum(count[slot] for slot in slots) / tokens,
         "dual_clipped": 0.0 if _DUAL in slots else count[_DUAL] / tokens,
         "kl": -count["log_ratio_sum"] / tokens,
-        **{name: count[name] for name in FLAGS if count[name]},
+        **{name: count[name] for name in FLAGS},
     }
 
 
 def warn_of_flags(seen: Mapping[str, float]) -> None:
-    """The error counters among :func:`fractions`, once each, where the trainer's log has no place for them."""
+    """Warn of the error counters among :func:`fractions`, once each, where the trainer's log has no place for them."""
     for name in FLAGS:
-        if name in seen:
+        if seen[name] > 0:
             warnings.warn(f"hpo_core.policy_loss: {name}: {FLAGS[name]}", stacklevel=2)
 
 

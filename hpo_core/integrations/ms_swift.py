@@ -9,6 +9,7 @@ looks its trainer up. Shapes: ``B`` completions of a micro-batch, ``L`` tokens e
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -42,7 +43,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
     """swift's GRPO trainer; :attr:`gate` is the gate, or None for the one that the arguments describe.
 
     ``loss_type`` names the denominator beside any gate. Masks, rollout correction, top entropies, CHORD and logs
-    stay swift's.
+    stay swift's; the logged ``hpo_core/...`` are those of the main process.
 
     Raises:
         ValueError: an argument that the gate would silence; one without a counterpart here.
@@ -106,10 +107,16 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
             model, model_inputs, grpo_batch, compute_entropy=self.compute_entropy
         )
         chord, self.chord_sft_iterator = self.chord_sft_iterator, None
-        self._scored, self._sampler_weight = (logp.detach(), entropy), None
+        present, read = grpo_batch.completion_mask.bool(), copy.copy(grpo_batch)
+        for name in ("old_per_token_logps", "rollout_per_token_logps", "ref_per_token_logps", "advantages"):
+            tensor = getattr(read, name)
+            if tensor is not None and tensor.shape == present.shape:
+                setattr(read, name, torch.where(present, tensor, 0.0))
+        # swift multiplies by its mask, which leaves NaN as it is
+        self._scored, self._sampler_weight = (torch.where(present, logp.detach(), 0.0), entropy), None
         try:
             with torch.no_grad():
-                _, metrics = super()._compute_loss_and_metrics(model, model_inputs, grpo_batch)
+                _, metrics = super()._compute_loss_and_metrics(model, model_inputs, read)
         finally:
             self._scored, self.chord_sft_iterator = None, chord
         gate = self._described() if self.gate is None else self.gate

@@ -113,7 +113,7 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             )
             total = total + alone.loss
             of_penalty = fractions(alone.metrics, self.gate)
-            seen |= {name: seen.get(name, 0.0) + of_penalty[name] for name in FLAGS if name in of_penalty}
+            seen |= {name: seen[name] + of_penalty[name] for name in FLAGS}
         # NeMo-RL adds up micro-batches' numbers, each over the count of the step; it warns about a mean above 1.05
         count = max(float(global_valid_toks), 1.0)
         share = seen.pop("tokens") / count
@@ -124,7 +124,7 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             "token_mult_prob_error": float(error),
             **{f"hpo/{name}": seen[name] * share for name in ("clipped", "dual_clipped", "kl")},
             "num_valid_samples": float(sampled.sum()),
-            **{f"hpo/{name}": seen.get(name, 0.0) for name in FLAGS},
+            **{f"hpo/{name}": seen[name] for name in FLAGS},
         }
 
     def _check_scored(

@@ -11,6 +11,7 @@ Shapes: ``B`` rows of a micro-batch, ``L`` tokens each.
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import torch
@@ -177,6 +178,8 @@ def _corrected(
         statistic = torch.where(mask, statistic, 0.0).sum(-1, keepdim=True) / tokens.clamp(min=1)
     if gating == "ratio":
         statistic = statistic.exp()
+    else:
+        low = -math.inf  # OpenRLHF writes 0, which the rounding of a divergence passes on policy
     outside = ~((statistic >= low) & (statistic <= high))  # NaN is outside
     factor = statistic.clamp(low, high) if mode == "clip" else torch.where(outside, 0.0, difference.exp())
     total = mask.sum().clamp(min=1)
@@ -197,7 +200,8 @@ def launch() -> None:
     """OpenRLHF's own command line, whose Ray workers have the hook.
 
     Raises:
-        ValueError: a gate that the workers would refuse.
+        ValueError: a gate that OpenRLHF cannot serve. The workers refuse one for which flags are missing, at the start
+            of their first update.
     """
     check_environment_gate("OpenRLHF")
     run_under_ray("openrlhf.cli.train_ppo_ray", _HOOK)

@@ -94,7 +94,7 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
             "ppo_ratio_clipfrac": share * seen.pop("clipped"),
             "policykl": -share * seen.pop("kl"),
             "hpo_dual_clipped": share * seen.pop("dual_clipped"),
-            **{f"hpo_{name}": seen.get(name, 0.0) for name in FLAGS},
+            **{f"hpo_{name}": seen[name] for name in FLAGS},
         }
         return total, {**{f"actor/{name}@sum": value for name, value in logged.items()}, **corrected}
 

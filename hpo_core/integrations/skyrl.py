@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+import re
 import runpy
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ except ImportError as error:
     raise ImportError("hpo_core.integrations.skyrl needs SkyRL 0.4: pip install skyrl") from error
 
 from .. import advantages, gates
+from ..advantages.terms import accepted_keywords, level_of, name_of
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..specs import Head, Penalty
@@ -133,7 +135,7 @@ def _policy_loss(
             token_mask=(kept != 0).expand(valid.shape),  # levels aggregate the tokens that SkyRL's masks drop, too
             token_weight=weight.float() if corrected.tis_ratio_type is not None else None, backend=backend,
         )  # fmt: skip
-    found = fractions(out.metrics, gate)
+    found = fractions(out.metrics, gate)  # all names on every rank: SkyRL reduces them one by one
     clipped = found.pop("clipped")
     return out.loss, {"clip_ratio": clipped, **{f"hpo/{name}": value for name, value in found.items()}, **seen}
 
@@ -164,7 +166,22 @@ def _advantage(
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     settings = settings_of(estimator, gamma, grpo_norm_by_std, "grpo_norm_by_std")
-    return prompt_advantages(estimator, backend, token_level_rewards.float(), response_mask, index, settings=settings)
+    # Step by step SkyRL hands over ones in place of masks, as floats; its own estimators of tokens are refused there.
+    check(
+        not (response_mask.is_floating_point() and response_mask.all()) or not _reads_masks(estimator),
+        "advantage_estimator: {} reads tokens or lengths, which SkyRL does not give under step_wise_trajectories; take "
+        "one of rewards and prompts, such as hpo_grpo or hpo_rloo",
+        name_of(estimator),
+    )
+    mask = response_mask
+    if index is not None:  # SkyRL fills batches up with copies of a row, whose prompts have these ids
+        fills = [re.fullmatch(r"pad\d+", str(each)) is not None for each in index]
+        mask = mask * ~torch.tensor(fills, device="cpu").to(mask.device)[:, None]
+    return prompt_advantages(estimator, backend, token_level_rewards.float(), mask, index, settings=settings)
+
+
+def _reads_masks(estimator: Callable[..., torch.Tensor]) -> bool:
+    return level_of(estimator) == "token" or bool(accepted_keywords(estimator, None, lengths=None, batch=None))
 
 
 # -------------------------------------------------------------------------------- gates from SkyRL's configuration

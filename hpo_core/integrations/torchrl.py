@@ -23,12 +23,15 @@ from .served import check_gate
 
 __all__ = ["HPOLoss"]
 
+_UNREAD = "clip_epsilon: the gate {!r} does not read it; leave it out"
+
 
 class HPOLoss(GRPOLoss):  # type: ignore[misc]
     """TorchRL's GRPO loss with another gate. Masks, entropy bonus, both KL terms and most reports stay TorchRL's.
 
     ``clip_fraction`` is another: of the valid tokens, those that the gate's clip stops, which PPO's does on one side
-    for each sign of the advantage; TorchRL's is of all positions, and of ratios beyond either bound.
+    for each sign of the advantage; TorchRL's is of all positions, and of ratios beyond either bound. It is NaN where a
+    token was left out, as with a NaN log-probability (``hpo_core.metrics.FLAGS``).
 
     Args:
         gate: a RatioGate, or a text as in ``HPO_GATE``. None: ``ppo_clip`` of ``clip_epsilon``. The anchor of ratios is
@@ -50,16 +53,29 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
             self.aggregation,
             self.reduction,
         )
-        if gate is None:
-            made = gates.ppo_clip(float(self.clip_epsilon_low), float(self.clip_epsilon_high))
-        else:
-            made = named_gate(gate)
-            check(
-                "clip_epsilon" not in keywords, "clip_epsilon: the gate {!r} does not read it; leave it out", made.name
-            )
-        check_gate(made, "TorchRL", one_policy="TorchRL's old policy is the sampler")
-        self.gate = made
+        self._is_described, self._bounds, self._seen = gate is None, self._read_bounds(), self._bound_buffers()
+        self.gate = gates.ppo_clip(*self._bounds) if gate is None else named_gate(gate)
+        check(gate is None or "clip_epsilon" not in keywords, _UNREAD, self.gate.name)
+        check_gate(self.gate, "TorchRL", one_policy="TorchRL's old policy is the sampler")
         self._scored: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _read_bounds(self) -> tuple[float, float]:
+        return float(self.clip_epsilon_low), float(self.clip_epsilon_high)
+
+    def _bound_buffers(self) -> list[int]:
+        """Another list after an assignment, as of a scheduler, and after ``load_state_dict``."""
+        buffers = (self.clip_epsilon_low, self.clip_epsilon_high)
+        return [number for each in buffers for number in (each.data_ptr(), each._version)]
+
+    def _current_gate(self) -> RatioGate:
+        seen = self._bound_buffers()
+        if seen != self._seen:  # else nothing is copied to the host
+            bounds = self._read_bounds()
+            check(self._is_described or bounds == self._bounds, _UNREAD, self.gate.name)
+            if self._is_described:
+                self.gate = gates.ppo_clip(*bounds)
+            self._bounds, self._seen = bounds, seen
+        return self.gate
 
     def _log_weight(self, tensordict: Any, adv_shape: torch.Size) -> Any:
         found = super()._log_weight(tensordict, adv_shape)
@@ -76,11 +92,13 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
         rank counts its own tokens, as in TorchRL."""
         assert self._scored is not None
         logp, mask = self._scored
-        batch = padded_rows(mask, self.gate)
+        gate = self._current_gate()
+        batch = padded_rows(mask, gate)
         per_row = self.aggregation == "prompt_mean"
         old = (logp - log_weight.squeeze(-1)).detach()
         weights = (aggregation.seq_mean_token_mean if per_row else aggregation.token_mean)(batch, ranks=1)
-        out = token_loss(logp, old, advantage.squeeze(-1), batch, self.gate, weights, rollout_logp=old)
-        clipped = clipped_tokens(out.metrics, self.gate)
-        fraction = (clipped / out.metrics["tokens"].clamp(min=1)).to(log_weight.dtype)
+        advantages = advantage.expand_as(log_weight).squeeze(-1)
+        out = token_loss(logp, old, advantages, batch, gate, weights, rollout_logp=old)
+        fraction = clipped_tokens(out.metrics, gate) / out.metrics["tokens"].clamp(min=1)
+        fraction = torch.where(out.metrics.flags.any(), torch.nan, fraction).to(log_weight.dtype)
         return out.loss.to(log_weight.dtype).expand_as(log_weight), fraction

@@ -57,8 +57,11 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
         advantages: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The function that Trinity-RFT calls: all ``[B, L]``. Every parameter but ``logprob`` is a key that its batch
-        must have."""
+        """The function that Trinity-RFT calls: all ``[B, L]``, and ``[L]`` from its trainer for Tinker. Every parameter
+        but ``logprob`` is a key that its batch must have."""
+        if logprob.dim() == 1:
+            logprob, old_logprob, action_mask = logprob[None], old_logprob[None], action_mask[None]
+            advantages = advantages[None]
         batch = padded_rows(action_mask, self.gate)
         out = token_loss(logprob, old_logprob, advantages, batch, self.gate, weights_of(self.loss_agg_mode, batch))
         seen = fractions(out.metrics, self.gate)

@@ -314,7 +314,7 @@ def _metrics(result: PolicyLoss, gate: RatioGate) -> dict[str, float]:
         "actor/ppo_kl": seen["kl"],
         "actor/pg_clipfrac_lower": seen["dual_clipped"],
         **{f"actor/hpo_correction_{at}_selected_fraction": each for at, each in enumerate(kept)},
-        **{f"actor/hpo_{name}": seen.get(name, 0.0) for name in FLAGS},
+        **{f"actor/hpo_{name}": seen[name] for name in FLAGS},
     }
 
 

@@ -129,24 +129,29 @@ def _span_of(batch: PackedBatch, units: tuple[Unit, ...], group: ProcessGroup) -
 
 
 def _make_span(batch: PackedBatch, units: tuple[Unit, ...], group: ProcessGroup) -> _Span:
-    """Gathers the names of all segments of all ranks: synchronises."""
+    """Gathers the names of all segments of all ranks: synchronises. Every rank raises alike."""
     own = _named_segments(batch, units)
-    names = gather(own[:, :3].contiguous(), group)
-    _, name, ranks = torch.unique(torch.cat(names), dim=0, return_inverse=True, return_counts=True)
+    names = gather(own[:, 1:].contiguous(), group)
+    every = torch.cat(names)
+    _check_nested(torch.unique(every, dim=0), units)
+    _, name, ranks = torch.unique(every[:, :3], dim=0, return_inverse=True, return_counts=True)
     shared = ranks > 1  # a rank names each of its segments once
     name = name[place_of_own(names, group)]
     kept = shared[name]
     slot = (shared.cumsum(0) - 1)[name]
-    return _Span(own[kept, 0], own[kept, 3], slot[kept], ranks[name[kept]], int(shared.sum()), group)
+    return _Span(own[kept, 1], own[kept, 0], slot[kept], ranks[name[kept]], int(shared.sum()), group)
 
 
 def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor:
-    """``[n, 4]``: level, the unit whose id names the segment, the id, and the segment it names on this rank."""
+    """``[n, 6]``: the segment on this rank, its level, the unit whose id names it, the id, and the same two of the next
+    coarser segment, -1 where that has no name."""
     hierarchy = batch.hierarchy(units)
-    found = [hierarchy.ancestors.new_empty(0, 4)]
-    for level, unit in enumerate(units):
+    nameless = torch.full_like(hierarchy.row, -1)
+    coarser, found = (nameless, nameless), [hierarchy.ancestors.new_empty(0, 6)]
+    for level, unit in reversed([*enumerate(units)]):
         ids = _ids_of_leaves(batch, unit, hierarchy)
         if ids is None:
+            coarser = (nameless, nameless)
             continue
         by = torch.full_like(ids, unit)
         for finer in (Unit.GROUP, Unit.TRAJECTORY):  # a finer segment in none is one by itself, on all its ranks
@@ -154,9 +159,24 @@ def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor
             if finer < unit and of_finer is not None:
                 ids, by = torch.where(ids < 0, of_finer, ids), by.masked_fill(ids < 0, finer)
         named = (ids >= 0) | (by == Unit.TRAJECTORY)  # a negative trajectory id is a name
-        found.append(torch.stack((torch.full_like(ids, level), by, ids, hierarchy.ancestors[level]), 1)[named])
+        columns = (hierarchy.ancestors[level], torch.full_like(ids, level), by, ids, *coarser)
+        found.append(torch.stack(columns, 1)[named])
+        coarser = (torch.where(named, by, -1), torch.where(named, ids, -1))
     names: torch.Tensor = torch.unique(torch.cat(found), dim=0)
     return names
+
+
+def _check_nested(names: torch.Tensor, units: tuple[Unit, ...]) -> None:
+    """Check that no segment lies in two coarser ones. ``names``: distinct and in order, those of all ranks."""
+    torn = (names[1:, :3] == names[:-1, :3]).all(1).nonzero()
+    if torn.numel() == 0:
+        return
+    (level, by, name, *_, one), (*_, other) = names[torn[0] + torch.arange(2, device=names.device)].tolist()
+    finer, coarser = Unit(by).name.lower(), units[level + 1].name.lower()
+    raise ValueError(
+        f"{coarser}_ids: expected one {coarser} for all of {finer} {name} on all ranks, got {one} and {other}; levels "
+        f"nest, and equal ids of two ranks are one {finer}: mend the ids"
+    )
 
 
 def _ids_of_leaves(batch: PackedBatch, unit: Unit, hierarchy: Hierarchy) -> torch.Tensor | None:

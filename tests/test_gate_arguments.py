@@ -202,5 +202,5 @@ def test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it(nam
 
 @pytest.mark.parametrize("name", ["hapo_clip", "clip_cov", "fipo", "icepop", "tis"])
 def test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it(name):
-    with pytest.raises(ValueError, match=rf"gate: '{name}' (needs \w+, as from gates\.|corrects what the sampler's)"):
+    with pytest.raises(ValueError, match=rf"gate: '{name}' (needs \w+, as from gates\.|corrects by the sampler's)"):
         check_needs(getattr(gates, name)(), None, ("entropy",), "the sampler does not say")

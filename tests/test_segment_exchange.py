@@ -399,3 +399,34 @@ def test_errors():
         "the level 'trajectory' of the gate 'balanced' counts segments, and no process knows which of them others hold",
         HIERARCHIES["balanced, 4 levels, through, split"],
     )
+
+
+TORN = {
+    "trajectory 7": ((TRAJECTORY, GROUP), {"trajectory_ids": [7, 7], "group_ids": [3, 4]}),
+    "trajectory 7 in none": ((TRAJECTORY, GROUP), {"trajectory_ids": [7, 7], "group_ids": [3, -1]}),
+    "group 3": ((GROUP, DOMAIN), {"group_ids": [3, 3], "domain_ids": [0, 1]}),
+    "step 5": ((STEP, TRAJECTORY), {"trajectory_ids": [7, 8], "step_ids": [5, 5]}),
+}
+
+
+def on_torn_ids(rank, units, ids):
+    told = {name: torch.tensor(values[rank : rank + 1]) for name, values in ids.items()}
+    steps = torch.tensor([[0, 2]]) if "step_ids" in ids else None
+    batch = hpo.PackedBatch.from_lengths([2], steps=steps, **told)
+    gate = RatioGate("torn", Identity(), levels(*((Tanh(0.02), unit) for unit in units)))
+    try:
+        hpo.policy_loss(
+            torch.full((2,), -0.9), torch.full((2,), -1.0), torch.ones(1), batch, gate, weights=torch.ones(1),
+            process_group=dist.group.WORLD,
+        )  # fmt: skip
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", TORN)
+def test_ids_that_nest_on_each_rank_alone_are_refused_on_all(name):
+    units, ids = TORN[name]
+    one, other = on_ranks(2, on_torn_ids, units, ids)
+    assert one == other and f"for all of {name.removesuffix(' in none')} on all ranks, got " in one
+    whole = {key: [values[0]] * 2 for key, values in ids.items()}
+    assert on_ranks(2, on_torn_ids, units, whole) == [None, None]

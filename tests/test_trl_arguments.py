@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 
@@ -129,6 +130,23 @@ def test_a_gate_gets_the_inputs_it_needs(per_token, tmp_path):
         torch.testing.assert_close(grad, expected.grad.view_as(grad), msg=gate.name)
         bare = hpo.policy_loss_and_grad(*flat, batch, **keywords)
         assert not torch.allclose(grad, bare.grad.view_as(grad)), gate.name
+
+
+def test_each_micro_batch_draws_anew(tmp_path, monkeypatch):
+    """Two processes, of which this is the second: no seed is that of another micro-batch of either."""
+    seeds = []
+
+    def inputs(batch, seed):
+        seeds.append(seed)
+        return hpo.gates.GateInputs(token_mask=batch.mask)
+
+    extra = {"gate": hpo.gates.m2po(), "gate_inputs": inputs}
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra=extra, loss_type="bnpo")
+    trainer._hpo = trainer._hpo._replace(seeds=itertools.count(1, 2))
+    trainer.current_gradient_accumulation_steps = 1
+    for _ in range(2):
+        loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, *micro_batch())
+    assert seeds == [1, 3]
 
 
 def test_an_unscored_token_drops_no_row_where_corrections_compare_with_both_policies():

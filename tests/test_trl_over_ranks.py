@@ -37,7 +37,7 @@ def ranks_of(engine, folder, processes):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return ranks_of("alone", tmp_path_factory.mktemp("alone"), 1)[0]["levels"]
+    return ranks_of("alone", tmp_path_factory.mktemp("alone"), 1)[0]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -50,6 +50,7 @@ def same(found, expected):
         error = (found[what] - expected[what]).abs().max() / expected[what].abs().max()
         assert error <= allowed, (what, error)
     for what in ("entropy", "reward", "clip_ratio/region_mean", "hpo_core/group/clip_fraction"):
+        assert found[what].shape == expected[what].shape
         torch.testing.assert_close(found[what], expected[what], rtol=1e-5, atol=1e-6)
 
 
@@ -68,8 +69,15 @@ def test_a_gate_over_groups_on_two_processes_is_that_of_one(ranks, alone):
     """Each process has half of every group."""
     batches = [[], []]
     for batch, rank in zip(batches, ranks, strict=True):
-        same(rank["levels"], alone)
+        same(rank["levels"], alone["levels"])
         tokens = rank["levels"]["tokens"]
         batch.extend(tokens[at : at + 8] for at in range(0, len(tokens), 8))
     together = [row for halves in zip(*batches, strict=True) for half in halves for row in half]
-    assert together == alone["tokens"]
+    assert together == alone["levels"]["tokens"]
+
+
+def test_bounds_measured_on_two_processes_are_those_of_one(ranks, alone):
+    """A second moment that each process measured alone would clip other tokens."""
+    for rank in ranks:
+        same(rank["bounds"], alone["bounds"])
+    assert alone["bounds"]["clip_ratio/region_mean"].max() > 0.1

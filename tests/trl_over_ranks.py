@@ -9,6 +9,7 @@ one process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -153,6 +154,9 @@ def main(engine: str, folder: Path) -> None:
     gate = gates.RatioGate("over groups", gates.LogClip((-0.02, -0.02), (0.02, 0.02)), levels)
     extra = {"gate": gate, "rollout_func": rollout}
     results["levels"] = run(engine, HPOTrainer, folder, settings, extra)
+    bounds = functools.partial(gates.m2po_bounds, budget=1e-5)  # of the tokens of both processes
+    extra = {"gate": gates.m2po_clip(), "gate_inputs": bounds, "rollout_func": rollout}
+    results["bounds"] = run(engine, HPOTrainer, folder, settings, extra)
     torch.save(results, folder / f"{engine}-{RANK}.pt")
     if RANKS > 1:
         torch.distributed.destroy_process_group()

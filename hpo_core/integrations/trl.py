@@ -9,6 +9,7 @@ padded on the right; ``P`` processes.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -88,8 +89,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         gate_inputs: for gates that need more than the batch, a function of :mod:`hpo_core.gates` (``hapo_bounds``,
             ``clip_cov_mask``, ``m2po_mask`` ...), or ``functools.partial`` of one, or one of your own that returns
             :class:`~hpo_core.gates.GateInputs`. It is called in each micro-batch with those of ``logp``, ``old_logp``,
-            ``entropy`` (``[T]``, B L of them, without gradient), ``advantages``, ``advantage_level``, ``batch`` and
-            ``seed`` (the optimiser step's number) that it takes.
+            ``entropy`` (``[T]``, B L of them, without gradient), ``advantages``, ``advantage_level``, ``batch``,
+            ``process_group`` and ``seed`` (another one in each micro-batch and process) that it takes.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Levels above the tokens: a completion is a trajectory; its steps are the runs of tokens that no tool wrote; a group
@@ -178,9 +179,10 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             if model is not None:
                 whole = self.accelerator.unwrap_model(model)
                 give_head(whole.get_base_model() if hasattr(whole, "get_base_model") else whole, backend)
+        ranks = self.accelerator.num_processes
         self._hpo = Settings(
-            gate, kl, advantage, steps, domain, window, entropy, entropy_penalty, gate_inputs, backend,
-            self.accelerator.num_processes,
+            gate, kl, advantage, steps, domain, window, entropy, entropy_penalty, gate_inputs, backend, ranks,
+            itertools.count(self.accelerator.process_index, ranks),
         )  # fmt: skip
 
     def _weighs_samples(self) -> bool:
@@ -217,7 +219,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         They are made here, before rows are shuffled into micro-batches, where most prompt groups are no longer whole.
         """
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        gate, _, advantage, steps, domain, window, entropy, _, _, backend, _ = self._hpo
+        gate, _, advantage, steps, domain, window, entropy, _, _, backend, *_ = self._hpo
         rows = len(output["completion_ids"])
         own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
         size = self.num_generations if self.model.training else self.num_generations_eval
@@ -348,7 +350,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             inputs: TRL's micro-batch: masks, advantages, and the other tensors computed when it was generated.
             aux_loss: 0-dim, the load balancing of a mixture of experts; only logged.
         """
-        gate, kl, _, _, _, window, _, _, gate_inputs, backend, _ = self._hpo
+        gate, kl, _, _, _, window, _, _, gate_inputs, backend, _, seeds = self._hpo
         mask = mask_of(inputs)
         batch = PackedBatch.from_padded(
             mask,
@@ -373,7 +375,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         if gate_inputs is not None:
             given = made_inputs(
                 gate_inputs, logps.shape, advantages, logp=logps.detach(), entropy=entropies, batch=batch,
-                old_logp=logps.detach() if old_logps is None else old_logps, seed=self.state.global_step,
+                old_logp=logps.detach() if old_logps is None else old_logps, process_group=self._ranks(),
+                seed=next(seeds),
             )  # fmt: skip
         self._check_sampler(gate)
         # Of the trainer's policy to vLLM's: [B, L] or [B, 1].
@@ -448,7 +451,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         aux_loss: torch.Tensor | None,
     ) -> None:
         """TRL's own keys with TRL's own definitions, and ours: one gather over processes, one copy to the host."""
-        gate, kl, *_, processes = self._hpo
+        gate, kl, *_, processes, _ = self._hpo
         parts = observed_parts(found, gate, logps, batch, inputs)
         if kl is not None:
             parts["kl"] = penalty_sum(logps, inputs, self.args.use_bias_correction_kl)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from .needs import MakesInputs
 from .turns import Step
 
 # The arguments that a function of gate inputs may take, and why an engine's correction may have nothing to correct.
-AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "seed")
+AVAILABLE = ("logp", "old_logp", "entropy", "advantages", "advantage_level", "batch", "process_group", "seed")
 NO_SAMPLER = (
     "here the model itself samples, so there is nothing to correct; set use_vllm=True, or let rollout_func return "
     "logprobs"
@@ -48,6 +48,7 @@ class Settings(NamedTuple):
     gate_inputs: MakesInputs | None
     backend: str | None
     processes: int
+    seeds: Iterator[int]  # of the draws of gate inputs: one for each micro-batch of each rank
 
 
 def domain_ids_of(column: str, inputs: list[dict[str, Any]], device: torch.device) -> torch.Tensor:

@@ -166,13 +166,17 @@ __device__ __forceinline__ RowSums sum_row(const LogprobsArgs& args, const Row& 
 
 // ------------------------------------------------------------------------------------------------------------- backward
 
+// nvcc splits the 128-bit stores of a loop over float32 that begins behind a head.
+template <class Type>
+constexpr bool kHasHead = Type::kPerWord > 1;
+
 struct GradientRow {
   Row row;
   int64_t to;  // offset of the gradient
   float top;
   RowGradient gradient;
   float fill;  // the gradient of a row whose logits are not read
-  int head;  // columns before the first vector, where rows of logits and of gradients lie alike
+  int head;  // columns before the first vector, if rows of logits and of gradients lie alike; else 0
   bool wide;
 };
 
@@ -182,14 +186,15 @@ __device__ __forceinline__ GradientRow gradient_row(const LogprobsBackwardArgs& 
                                                     const RowUpstream& upstream) {
   GradientRow found{};
   found.to = offset_of_gradient(args, index);
-  found.head = elements_before_vector<Type>(args.grad, found.to);
-  found.wide = true;
+  const int before = elements_before_vector<Type>(args.grad, found.to);
+  found.head = kHasHead<Type> ? before : 0;
+  found.wide = before == found.head;
   if (row.is_ignored || upstream.is_zero()) return found;
   found.row = row;
   found.row.is_read &= upstream.is_defined();
   found.fill = NAN;
   if (!found.row.is_read) return found;
-  found.wide = found.head == elements_before_vector<Type>(args.given.logits, row.offset);
+  found.wide &= before == elements_before_vector<Type>(args.given.logits, row.offset);
   if (!found.wide) found.head = 0;
   found.top = upstream.top;
   found.gradient = gradient_of(row.exponent, upstream, row.logit);
@@ -226,12 +231,12 @@ template <class Type, bool kFloored, Cached kCached, bool kAhead = false>
 __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& args, const GradientRow& shared) {
   using Element = typename Type::Element;
   const GradientRow found = shared;
-  const int64_t head = min(int64_t(found.head), args.given.columns), columns = args.given.columns - head;
+  const int64_t head = kHasHead<Type> ? min(int64_t(found.head), args.given.columns) : 0, columns = args.given.columns - head;
   const auto* const from = static_cast<const Element*>(args.given.logits) + found.row.offset + head;
   auto* const to = static_cast<Element*>(args.grad) + found.to + head;
   const bool wide = found.wide;
   const unsigned fill = word_of<Type>(found.fill);
-  if (threadIdx.x < head) {
+  if (int64_t(threadIdx.x) < head) {
     const int64_t at = int64_t(threadIdx.x) - head;
     unsigned word[1] = {fill};
     if (found.row.is_read) {

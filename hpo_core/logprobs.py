@@ -96,9 +96,10 @@ def token_logprobs(
         inplace_gradient: whether the backward writes the gradient over the logits, so that no second tensor of their
             size exists. Autograd then raises for every other eager operation that has kept the logits; do not read
             them after the backward. Hooks for saved tensors, as of ``torch.utils.checkpoint(use_reentrant=False)``, are
-            refused, because autograd notices nothing under them. Leave False where code of ``torch.compile`` returns
-            the logits as a view of a tensor that its own backward reads (``tanh(x).view(...)``): nothing raises there,
-            and its gradient would be wrong.
+            refused, because autograd notices nothing under them. Leave False where the logits were made under such
+            hooks by an operation that keeps them (``tanh``), and where code of ``torch.compile`` returns the logits as
+            a view of a tensor that its own backward reads (``tanh(x).view(...)``): nothing raises there, and its
+            gradient would be wrong.
         process_group: ranks that each hold consecutive columns of one vocabulary (``logits`` are this rank's) and the
             same targets. The forward makes one all-gather of ``4 T`` floats, the backward none: results are the same
             on all ranks, and their upstream gradients must be, too. Eager calls only.

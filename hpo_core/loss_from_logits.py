@@ -82,8 +82,8 @@ def policy_loss_from_logits(
             logits, unless ``entropy=`` is given, which a ``window`` needs.
         temperature: as in :func:`token_logprobs`.
         inplace_gradient: whether the gradient overwrites the logits, so that no second ``[T, V]`` tensor exists. The
-            logits must not be a leaf that requires grad, nor be read or written after this call, nor be a view that
-            code of ``torch.compile`` returns of a tensor that its own backward reads, as in :func:`token_logprobs`.
+            logits must not be a leaf that requires grad, nor be read or written after this call, nor be made under
+            hooks for saved tensors or be a view that code of ``torch.compile`` returns, as in :func:`token_logprobs`.
 
     Traps: the gradient stands in the dtype of the logits before the incoming one multiplies it. In float16 it loses
     the small values that a loss scaler is there to keep: call the two functions, which multiply first.
@@ -145,7 +145,7 @@ def policy_loss_from_logits(
     if grad is not None:
         if inplace_gradient:  # every operation that has kept the logits for its own backward is told
             torch.autograd.graph.increment_version(logits)
-        loss, _ = _apply(logits, loss, grad, backend)
+        loss, _ = _apply(logits, (loss, grad), backend)
     return PolicyLossFromLogits(loss, observed(vector, None, prepared.positive), logp, entropy)
 
 
@@ -242,22 +242,23 @@ class _FromLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, loss: torch.Tensor, grad: torch.Tensor, backend: str | None
+        ctx: Any, logits: torch.Tensor, outputs: tuple[torch.Tensor, torch.Tensor], backend: str | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, grad = outputs  # in a tuple: an argument that is a result, too, would be a view
         ctx.grad = grad  # not saved_tensors: written in place it is the logits, of a version that autograd minds
         ctx.version = grad._version
         ctx.backend = backend
         ctx.set_materialize_grads(False)
         nothing = loss.new_empty(0)
         ctx.save_for_backward(nothing)
-        return loss.view_as(loss), nothing
+        return loss, nothing
 
     @staticmethod
     def backward(ctx: Any, factor: torch.Tensor, _: Any) -> Any:
         check(ctx.grad is not None, "loss: its gradient has been handed on; a second backward needs a second call")
         if torch.is_grad_enabled():
-            return _without_graph(*ctx.saved_tensors, ctx, factor), None, None, None
-        return _scaled(None, ctx, factor), None, None, None
+            return _without_graph(*ctx.saved_tensors, ctx, factor), None, None
+        return _scaled(None, ctx, factor), None, None
 
 
 def _scaled(_: torch.Tensor | None, ctx: Any, factor: torch.Tensor) -> torch.Tensor:

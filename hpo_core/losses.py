@@ -21,8 +21,9 @@ from .kl import KLPenalty
 from .level_metrics import LevelMetrics, observed_levels
 from .metrics import Metrics, observed
 from .prepared import PolicyLossOptions, Prepared, Report, check_options, prepare
+from .reference.segments import doubles
 from .segment_exchange import has_ids
-from .specs import PolicyLossInputs
+from .specs import Exchange, PolicyLossInputs, PolicyLossSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -171,8 +172,7 @@ def policy_loss_and_grad(
         with torch.inference_mode(False), torch.enable_grad():
             inputs = PolicyLossInputs(*(_copy_of_inference(each) for each in inputs))
             leaf = inputs.logp.detach().clone().requires_grad_()
-            op = resolve("gates", leaf, backend)
-            loss, vector, _ = op.policy_loss(inputs._replace(logp=leaf), spec, exchange)
+            loss, vector, _ = _reference(inputs._replace(logp=leaf), spec, exchange)
             (grad,) = torch.autograd.grad(loss, leaf)
         loss = loss.detach()
     else:
@@ -309,13 +309,22 @@ def _advantages(
 def _run(prepared: Prepared, process_group: torch.distributed.ProcessGroup | None, backend: str | None) -> PolicyLoss:
     inputs, spec, exchange, corrections, wants_tokens, wants_levels, positive = prepared
     if is_reference(inputs.logp, backend):
-        loss, vector, tokens = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, exchange)
+        loss, vector, tokens = _reference(inputs, spec, exchange)
     else:
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, wants_tokens, exchange)
     metrics = observed(vector, process_group, positive)
     levels = observed_levels(inputs, spec, exchange, metrics["tokens"]) if wants_levels else None
     of_tokens = tokens.reshape(inputs.logp.shape) if wants_tokens else None
     return PolicyLoss(loss, metrics, of_tokens, levels, corrections)
+
+
+def _reference(
+    inputs: PolicyLossInputs, spec: PolicyLossSpec, exchange: Exchange | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The definition, in float64: loss, metrics vector and losses of tokens, in the dtype of ``logp``."""
+    dtype = inputs.logp.dtype
+    loss, vector, tokens = resolve("gates", inputs.logp, "reference").policy_loss(doubles(inputs), spec, exchange)
+    return loss.to(dtype), vector, tokens.to(dtype)
 
 
 def _copy_of_inference(value: Any) -> Any:

@@ -394,6 +394,16 @@ def test_padded_logits_on_policy_with_an_advantage_for_each_token(backend, monke
     assert torch.equal(plain.loss, one[0]) and not plain.loss.requires_grad
 
 
+def test_its_loss_may_be_divided_in_place():
+    logits, *given = data()
+    whole, halved = (logits.clone().requires_grad_() for _ in range(2))
+    hpo.policy_loss_from_logits(whole, *given).loss.backward()
+    loss = hpo.policy_loss_from_logits(halved, *given).loss
+    loss /= 2
+    loss.backward()
+    assert torch.equal(halved.grad, whole.grad / 2)
+
+
 def test_memory_and_a_second_backward():
     logits, *given = data()
     leaf = logits.requires_grad_()

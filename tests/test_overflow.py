@@ -204,3 +204,18 @@ def test_advantages_and_weights_that_are_not_finite(gate, native_backends):
     for backend in native_backends:
         out = assert_exact(backend, example, expected)
         assert out.metrics["bad_advantages"].item() == 9 and torch.isfinite(out.grad).all(), backend
+
+
+@pytest.mark.parametrize("drift", [0.0, 1e-4])
+def test_the_reference_computes_a_long_row_in_float64(drift):
+    """Means and gradients over 2^16 tokens, of log-probabilities in float32 as trainers have them."""
+    draw = torch.Generator().manual_seed(1)
+    old = -3 * torch.rand(2**16, generator=draw)
+    logp = old + drift * torch.randn(2**16, generator=draw)
+    batch, gate = hpo.PackedBatch.from_lengths([2**16]), hpo.gates.gspo(0.01, 0.01)
+    gradients = []
+    for leaf in (logp.clone().requires_grad_(), logp.double().requires_grad_()):
+        anchor = old.to(leaf.dtype)
+        hpo.policy_loss(leaf, anchor, torch.ones(1, dtype=leaf.dtype), batch, gate, backend="reference").loss.backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(gradients[0], gradients[1].float(), rtol=1e-7, atol=0)

@@ -38,6 +38,34 @@ def test_functional_gradients():
     assert torch.equal(got["logp"], gradient(lambda logp: given.loss(logp, GATES["trajectory"]), given))
 
 
+def functions():
+    draw = torch.Generator().manual_seed(0)
+    logits, weight = torch.randn(8, 20, generator=draw), torch.randn(20, 6, generator=draw)
+    hidden, targets = torch.randn(8, 6, generator=draw), torch.randint(20, (8,), generator=draw)
+    given = inputs()
+    logprobs = functools.partial(hpo.token_logprobs, targets=targets)
+    linear = functools.partial(hpo.linear_token_logprobs, weight=weight, targets=targets)
+    return {
+        "policy_loss": (lambda logp: given.loss(logp), given.logp),
+        "policy_loss, levels": (lambda logp: given.loss(logp, GATES["trajectory"]), given.logp),
+        "token_logprobs": (lambda x: logprobs(x).logp.square().sum() + logprobs(x).entropy.sum(), logits),
+        "linear_token_logprobs": (lambda x: linear(x).logp.square().sum(), hidden),
+    }
+
+
+@pytest.mark.parametrize("name", functions())
+def test_a_trace_of_a_transform_records_the_kernels(name):
+    """A node inside a transform runs below the transforms, where the trace still listens."""
+    function, x = functions()[name]
+    graph = torch.fx.experimental.proxy_tensor.make_fx(torch.func.grad(function))(x)
+    first, other = (each.clone().requires_grad_() for each in (x, 0.5 * x))
+    expected = [torch.autograd.grad(function(leaf), leaf)[0] for leaf in (first, other)]
+    torch.testing.assert_close(graph(0.5 * x), expected[1])
+    assert not torch.allclose(*expected)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert torch.func.grad(function)(mode.from_tensor(x)).shape == x.shape
+
+
 def test_transforms_without_a_rule_say_so():
     given = inputs()
     with pytest.raises(RuntimeError, match=r"policy_loss: torch\.func\.vmap is not supported; call the loss once"):

@@ -48,7 +48,8 @@ def parts_of(batch: PackedBatch, max_tokens: int, whole: str | None) -> Iterator
         if rows and used + size > max_tokens:
             yield rows
             rows, used = [], 0
-        rows, used = rows + block, used + size
+        rows.extend(block)
+        used += size
     if rows:
         yield rows
 

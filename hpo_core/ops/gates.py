@@ -36,6 +36,7 @@ from .library import (
     check_offsets,
     check_operand,
     is_batched,
+    is_seen,
     is_traced,
     node,
     register,
@@ -141,8 +142,12 @@ class _Call:
 def _forward_in_transform(
     logp: torch.Tensor, inputs: PolicyLossInputs, call: _Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    run = resolve("gates", inputs.logp, call.backend).policy_loss
-    loss, call.metrics, grad, call.tokens = run(_contiguous(inputs), call.spec, True, call.want_tokens)
+    inputs = _contiguous(inputs)
+    if is_seen(inputs.logp):
+        found = _through_operator(inputs, call.spec, call.backend, True, call.want_tokens)
+    else:
+        found = resolve("gates", inputs.logp, call.backend).policy_loss(inputs, call.spec, True, call.want_tokens)
+    loss, call.metrics, grad, call.tokens = found
     return loss, grad
 
 

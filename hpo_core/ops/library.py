@@ -53,7 +53,12 @@ TRANSFORM_IN_COMPILED = (
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tracer, a transform, a dispatch mode or the tensor's own class must see the call."""
-    return is_compiling() or _is_tracing() or type(tensor) not in _PLAIN or _dispatch_modes() > 0 or _has_transforms()
+    return is_seen(tensor) or _has_transforms()
+
+
+def is_seen(tensor: torch.Tensor) -> bool:
+    """The same of a call that has passed all transforms, such as one inside a node."""
+    return is_compiling() or _is_tracing() or type(tensor) not in _PLAIN or _dispatch_modes() > 0
 
 
 def raising(error: Callable[..., Exception], *arguments: str) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from .library import (
     call_differentiable,
     check_native,
     check_operand,
+    is_seen,
     node,
     not_differentiable,
     raising,
@@ -330,10 +331,25 @@ def _gradient(ctx: Any, apply: Any, logp_gradient: Any, entropy_gradient: Any) -
     return *(each if want else None for each, want in zip(results, wanted, strict=True)), *others
 
 
-_apply_backward = not_differentiable(lambda *arguments: tuple(_backward(*arguments)), SECOND_DERIVATIVE)
+def _forward_in_node(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    *given, kept, group, _ = arguments
+    if group is not None or not is_seen(given[0]):
+        return _forward(*arguments)
+    logp, entropy, statistics = OPERATORS.linear_token_logprobs(*given, kept)
+    return logp, entropy if kept > 2 else None, statistics
+
+
+def _backward_in_node(*arguments: Any) -> tuple[torch.Tensor | None, ...]:
+    *given, group = arguments
+    if group is not None or not is_seen(given[0]):
+        return tuple(_backward(*arguments))
+    return tuple(OPERATORS.linear_token_logprobs_backward(*given))
+
+
+_apply_backward = not_differentiable(_backward_in_node, SECOND_DERIVATIVE)
 _apply = node(
     "linear_token_logprobs",
-    _forward,
+    _forward_in_node,
     _save,
     lambda ctx, *gradients: _gradient(ctx, _apply_backward, *gradients[:2]),
     VMAP.format("linear_token_logprobs", "pass hidden [..., D] and targets as they are"),

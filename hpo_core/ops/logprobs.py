@@ -15,6 +15,7 @@ from .library import (
     call_differentiable,
     check_native,
     check_operand,
+    is_seen,
     is_traced,
     node,
     not_differentiable,
@@ -135,8 +136,23 @@ def logprobs_node(forward: Any, setup_context: Any) -> Any:
     return node("token_logprobs", forward, setup_context, backward, no_vmap)
 
 
-_apply_backward = not_differentiable(_backward, SECOND_DERIVATIVE)
-_apply = logprobs_node(_forward, save)
+def _forward_in_node(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    if not is_seen(arguments[0]):
+        return _forward(*arguments)
+    *given, kept, _ = arguments
+    logp, entropy, statistics = OPERATORS.token_logprobs(*given, kept)
+    return logp, entropy if kept > 2 else None, statistics
+
+
+def _backward_in_node(*arguments: Any) -> Any:
+    *given, in_place = arguments
+    if in_place or not is_seen(given[0]):
+        return _backward(*arguments)
+    return OPERATORS.token_logprobs_backward(*given)
+
+
+_apply_backward = not_differentiable(_backward_in_node, SECOND_DERIVATIVE)
+_apply = logprobs_node(_forward_in_node, save)
 
 # ----------------------------------------------------------------------------------------------------------- operators
 

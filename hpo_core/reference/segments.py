@@ -19,6 +19,16 @@ def flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
     return inputs._replace(**padded)
 
 
+def doubles(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """The inputs with numbers as float64: in float32 the mean of a long row would lose digits."""
+    given: dict[str, Any] = {
+        name: field.double()
+        for name, field in inputs._asdict().items()
+        if isinstance(field, torch.Tensor) and field.is_floating_point()
+    }
+    return inputs._replace(**given)
+
+
 def row_of_token(cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:
     """Row of every token ``[T]`` int64; -1 for tokens before the first or beyond the last offset, and in broken rows.
 

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import advantages
+from ..batch import PackedBatch
 from ..entropy import window_mean
 from ..kl import KLPenalty
-from ..losses import policy_loss
+from ..losses import PolicyLoss, policy_loss
 from ..metrics import SLOTS, Metrics
+from ..prepared import prepare
+from ..reference import gates as formulas
 from ..specs import Head, KLEstimator, KLGradient, Routing
 from .budget import Expected
 from .examples import PolicyLossExample, RewardsExample, move
@@ -132,7 +135,17 @@ def _grad(outcome: Outcome) -> torch.Tensor:
 def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
     entropy = {name: value.to(dtype) for name, value in example.keywords.items() if name == "entropy"}
     example = example._replace(logp=example.logp.to(dtype)).given(**entropy)
-    return run_policy_loss(policy_loss, example, report=("tokens",), backend="reference")
+    formula = policy_loss if dtype is torch.float64 else _eager_loss
+    return run_policy_loss(formula, example, report=("tokens",), backend="reference")
+
+
+def _eager_loss(
+    logp: torch.Tensor, old_logp: torch.Tensor | None, advantages: torch.Tensor, batch: PackedBatch, **options: Any
+) -> PolicyLoss:
+    """The formulas of the definition in the dtype of ``logp``."""
+    inputs, spec, exchange, *_ = prepare(logp, old_logp, advantages, batch, options.pop("gate", None), **options)
+    loss, vector, tokens = formulas.policy_loss(inputs, spec, exchange)
+    return PolicyLoss(loss, Metrics(vector), tokens, None, ())
 
 
 # Heads that pull the ratio back to 1, each with the head and the numbers that remain without the pull.

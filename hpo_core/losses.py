@@ -314,13 +314,13 @@ def _run(prepared: Prepared, process_group: torch.distributed.ProcessGroup | Non
         loss, vector, tokens = ops.policy_loss(inputs, spec, backend, wants_tokens, exchange)
     metrics = observed(vector, process_group, positive)
     levels = observed_levels(inputs, spec, exchange, metrics["tokens"]) if wants_levels else None
-    of_tokens = tokens.reshape(inputs.logp.shape) if wants_tokens else None
+    of_tokens = tokens.reshape(inputs.logp.shape) if wants_tokens and tokens is not None else None
     return PolicyLoss(loss, metrics, of_tokens, levels, corrections)
 
 
 def _reference(
     inputs: PolicyLossInputs, spec: PolicyLossSpec, exchange: Exchange | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The definition, in float64: loss, metrics vector and losses of tokens, in the dtype of ``logp``."""
     dtype = inputs.logp.dtype
     loss, vector, tokens = resolve("gates", inputs.logp, "reference").policy_loss(doubles(inputs), spec, exchange)

@@ -160,11 +160,12 @@ RULES = [
          ("linear_logprobs", "vocabulary_parallel", "merged_states", "imports", "docs")),
     Rule(("hpo_core/logprobs.py", "hpo_core/support.py"), (*LOGPROBS, "docs")),
     Rule(("hpo_core/loss_from_logits.py", "hpo_core/ops/logprobs.py"), ("loss_from_logits", "scale"), EVERY_BACKEND),
-    Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation")),
+    Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "estimator_properties", "imports", "docs", "synchronisation",
+          "trainers", "trl_contract", "verl_advantages", "advantages_over_ranks")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, *PRESETS, *SCOPES, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "gate_arguments", "gate_inputs", "balanced", "schedules", "hierarchy_theorems",
-          "hierarchy_degenerate", "imports", "docs")),
+          "hierarchy_degenerate", "imports", "docs", "bench", "trainers", "verl", "skyrl")),
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
           "tests/trl_over_ranks.py"), (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
@@ -261,7 +262,7 @@ def changed_since(commit: str) -> list[str]:
 def main(commit: str, *options: str) -> int:
     files = changed_since(commit)
     if not files:
-        print(f"nothing has changed since {commit}")
+        print(f"nothing has changed since {commit}, so no test has run; SINCE=HEAD~1 compares with the commit before")
         return 0
     modules, backends = affected(files)
     print(f"{len(files)} changed files can affect {' '.join(modules)} on {' '.join(backends)}", flush=True)

@@ -26,7 +26,7 @@ def test_every_rule_has_a_file():
 def test_every_test_is_reached_from_a_source():
     own = {f"tests/test_{name}.py" for name in EVERY_MODULE}
     reached = {module for rule in RULES if not own.issuperset(rule.files) for module in rule.modules}
-    assert reached == set(EVERY_MODULE)
+    assert reached == set(EVERY_MODULE), "name each test module in a rule or a tuple of tests/changed.py"
 
 
 def test_a_kernel_runs_on_its_own_backend_only():

@@ -72,12 +72,15 @@ def test_no_docstring_is_broken_by_reflow() -> None:
             documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
             if documented:
                 prose = re.split(r"^ *>>>", documented, maxsplit=1, flags=re.MULTILINE)[0].split("\n")
-                pairs = itertools.pairwise(prose)
-                alone = any(len(line) < 20 and _continues(line, following) for line, following in pairs)
-                names = "|".join(each.arg for each in ast.walk(node) if isinstance(each, ast.arg))
-                crowded = names and any(re.search(rf"\. ({names}): ", line) for line in prose)
-                if alone or crowded or any(line.count("``") % 2 for line in prose):
-                    broken.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}")
+                names = "|".join(each.arg for each in ast.walk(node) if isinstance(each, ast.arg)) or "(?!)"
+                for line, following in itertools.pairwise([*prose, ""]):
+                    rules = {
+                        "ends before a word or two": len(line) < 20 and _continues(line, following),
+                        "holds two arguments": re.search(rf"\. ({names}): ", line),
+                        "ends inside a literal": line.count("``") % 2,
+                    }
+                    place = f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'the module')}: {line.strip()}"
+                    broken.extend(f"{place} {rule}" for rule, holds in rules.items() if holds)
     assert broken == []
 
 
@@ -151,7 +154,9 @@ WORDS = 1500
 @pytest.mark.parametrize("page", MANUAL, ids=lambda page: page.relative_to(ROOT / "docs").as_posix())
 def test_a_page_is_read_in_one_go(page: Path) -> None:
     words = len(page.read_text().split())
-    assert words <= WORDS or page.name in GENERATED, f"{words} words: a part of {page.name} belongs to another page"
+    assert words <= WORDS or page.name in GENERATED, (
+        f"{words} words of {WORDS}: move a section of {page.name} to a page of its own"
+    )
 
 
 FIRST = ("index", "start", "own_loop", "which_method", "migrating", "gating_explained", "entropy_explained", "faq")

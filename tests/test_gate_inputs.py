@@ -586,3 +586,12 @@ def test_gepo_is_the_authors_and_keeps_the_shape_of_a_padded_batch():
     assert logp.grad[mask].tolist() == pytest.approx([-0.143701, -0.143701, -0.143701, 0.0, 0.0, -0.760892], abs=1e-6)
     with pytest.raises(ValueError, match=r"^batch: GEPO .* pass group_ids \[S\] to PackedBatch"):
         gates.gepo_old_logp(old, hpo.PackedBatch.from_padded(mask))
+
+
+def test_every_input_of_tokens_is_moved():
+    """All but the aggregates, which are of segments."""
+    each = dict.fromkeys(gates.GateInputs._fields, torch.ones(3)) | {"bounds": (torch.ones(3),) * 2, "aggregates": None}
+    moved = gates.GateInputs(**each).on_tokens(lambda values: 2 * values, per_token=True)._asdict()
+    assert moved.pop("aggregates") is None
+    tensors = [*moved.pop("bounds"), *moved.values()]
+    assert all(torch.equal(tensor, torch.full((3,), 2.0)) for tensor in tensors), "change each in GateInputs.on_tokens"

@@ -57,8 +57,8 @@ def inputs_of(gate, example, seed):
 
 
 def assert_near(got, wanted, backend, near=3e-6):
-    size = wanted.abs().max().clamp(min=1e-3)
-    assert (got.double() - wanted).abs().max() <= near * size, backend
+    allowed = near * float(wanted.abs().max().clamp(min=1e-3))
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=allowed, msg=lambda text: f"{backend}: {text}")
 
 
 def judged(example, gate, backends, **given):

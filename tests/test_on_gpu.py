@@ -192,6 +192,17 @@ def test_a_group_of_one_rank_changes_nothing(backend, name, nccl):
 
 
 @backends
+def test_a_vocabulary_of_several_ranks_waits_for_no_copy(backend, nccl):
+    logits, targets = torch.randn(9, 60, device="cuda"), torch.arange(9, device="cuda")
+    for mode in ("default", "error"):  # the first call makes NCCL's communicator
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            hpo.token_logprobs(logits, targets, process_group=nccl, backend=backend)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@backends
 def test_more_logits_than_an_int32_counts(backend):
     vocabulary, tokens = 65_536, 33_000
     logits = torch.empty(tokens, vocabulary, dtype=torch.bfloat16, device="cuda")

@@ -21,6 +21,7 @@ from hpo_core.integrations.micro_batch import fractions, packed_rows, padded_row
 from hpo_core.integrations.named import named_estimator, named_gate, named_window
 from hpo_core.integrations.served import check_gate
 from hpo_core.integrations.trl_metrics import reported
+from hpo_core.metrics import FLAGS
 
 # --------------------------------------------------------------------------------------------- names in configurations
 
@@ -132,7 +133,8 @@ def test_fractions_of_clipped_and_dual_clipped_tokens():
     logp, advantages = torch.tensor([[0.5, -0.5, 1.5, 0.0]]), torch.tensor([[1.0, -1.0, -1.0, 1.0]])
     gate = gates.ppo_clip(ratio_dual=3.0)
     out = hpo.policy_loss(logp, torch.zeros(1, 4), advantages, torch.ones(1, 4).bool(), gate, advantage_level="token")
-    assert fractions(out.metrics, gate) == {"tokens": 4.0, "clipped": 0.5, "dual_clipped": 0.25, "kl": -0.375}
+    healthy = {"tokens": 4.0, "clipped": 0.5, "dual_clipped": 0.25, "kl": -0.375, **dict.fromkeys(FLAGS, 0.0)}
+    assert fractions(out.metrics, gate) == healthy
     logp[0, 3] = torch.nan
     out = hpo.policy_loss(logp, torch.zeros(1, 4), advantages, torch.ones(1, 4).bool(), gate, advantage_level="token")
     assert fractions(out.metrics, gate)["nan_tokens"] == 1.0

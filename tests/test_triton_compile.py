@@ -204,7 +204,7 @@ def test_programs_that_wait_for_each_other_order_their_memory(share, every_run):
         if released:
             assert "relaxed" in orders[: released[0]], report
             found.add(report["kernel"])
-    assert found == {"_select_top", "_correct_tokens", "_deliver_gradient", "_prepare_leaves"}
+    assert found == {"_select_top", "_scan_only_scope", "_correct_tokens", "_deliver_gradient", "_prepare_leaves"}
 
 
 SELECT_TOP = """

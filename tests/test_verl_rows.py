@@ -253,7 +253,7 @@ def test_errors_say_what_to_set():
         ):
             run(batch, actor("hpo_kl", **fields))
     for wrong, error, message in (
-        ({"entropy": "ares"}, TypeError, "entropy: expected a function"),
+        ({"entropy": "ares"}, TypeError, "entropy: expected an EntropyWindow or a function"),
         ({"entropy": ARCHER}, ValueError, "entropy: archer weighs the KL penalty .*; pass kl="),
         ({"entropy": entropy.hapo}, ValueError, "entropy: hapo fits its state on one process"),
         ({"entropy_penalty": entropy.epo}, ValueError, "entropy_penalty: expected a function of entropy"),

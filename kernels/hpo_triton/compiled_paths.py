@@ -267,9 +267,8 @@ def every_path() -> Iterator[NamedCall]:
         yield "window {} {} {} {}".format(*structure), lambda structure=structure: _window(*structure)
         yield "wide window {} {} {} {}".format(*structure), lambda structure=structure: _window(*structure, last=256)
     for structure in itertools.product((False, True), INDEX_RULES, (False, True), (False, True)):
-        for number in (1, ROWS):
-            name = "scopes {} {} {} {}, {} of them".format(*structure, number)
-            yield name, lambda given=(*structure, number): _scopes(*given)
+        yield "scopes {} {} {} {}".format(*structure), lambda structure=structure: _scopes(*structure)
+        yield "only scope {} {} {} {}".format(*structure), lambda structure=structure: _scopes(*structure, number=1)
     for rule in INDEX_RULES:
         for strict in (False, True):
             yield f"order {rule.name} {strict}", lambda a=(rule, strict): entropy.select_top(_floats(TOKENS), 4, 5, *a)
@@ -307,10 +306,11 @@ def _window(
 
 
 def _scopes(
-    exact: bool, rule: OrderRule = OrderRule.NEAREST, one_per_row: bool = False, masked: bool = True, number: int = ROWS
+    exact: bool, rule: OrderRule = OrderRule.NEAREST, one_per_row: bool = False, masked: bool = True, number: int = 0
 ) -> None:
-    batch = _masked()
-    listed = Scopes(batch.cu_seqlens, *((None, None) if one_per_row else (_integers(ROWS), _integers(number + 1))))
+    batch, scopes_of_rows = _masked(), (None, None)
+    lists = (_integers(ROWS), _integers((number or ROWS) + 1))
+    listed = Scopes(batch.cu_seqlens, *(scopes_of_rows if one_per_row else lists))
     mask = batch.mask if masked else None
     if exact:
         scopes.select_exact(batch.logp, listed, _integers(listed.number), mask)

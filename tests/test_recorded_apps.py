@@ -98,7 +98,7 @@ def test_a_trajectory_of_art_is_its_group_id():
 @pytest.mark.parametrize(
     ("gate", "settings", "said"),
     [
-        ("icepop", {}, "ART's only old policy"),
+        ("icepop", {}, "ART tells its loss one old policy"),
         ("kl_cov", {}, "needs"),
         ("ppo_clip", {"epsilon": 0.1}, "epsilon: no effect"),
         ("ppo_clip", {"ppo": True, "importance_sampling_level": "sequence"}, "ppo, importance_sampling_level: no"),
@@ -107,6 +107,13 @@ def test_a_trajectory_of_art_is_its_group_id():
 def test_art_refuses_by_name(gate, settings, said):
     with pytest.raises(ValueError, match=said):
         of_art(Packed(), Packed().logp, gate, **settings)
+
+
+def test_art_is_told_of_tokens_that_are_left_out():
+    packed = Packed()
+    logp = torch.where(packed.mask & (packed.mask.long().cumsum(-1) == 1), torch.nan, packed.logp)
+    with pytest.warns(UserWarning, match="policy_loss: nan_tokens"):
+        of_art(packed, logp, "ppo_clip")
 
 
 def test_art_in_another_process_is_refused():
@@ -298,6 +305,15 @@ def test_tinker_knows_the_prompts_that_it_is_told():
 def test_tinker_refuses_by_name(arguments, said):
     with pytest.raises(ValueError, match=said):
         integration("tinker").custom_loss(**arguments)
+
+
+def test_tinker_names_the_datum_whose_field_has_another_length():
+    loss, three = integration("tinker").custom_loss("dapo"), torch.zeros(3)
+    data = [SimpleNamespace(loss_fn_inputs={"logprobs": torch.zeros(n), "advantages": three}) for n in (3, 2)]
+    with pytest.raises(ValueError, match="expected 'logprobs' of datum 1 for its 3 tokens, got 2"):
+        loss(data, [three, three])
+    with pytest.raises(ValueError, match="data: expected datums"):
+        loss([], [])
 
 
 def test_tinker_names_the_field_that_a_datum_lacks():

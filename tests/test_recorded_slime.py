@@ -144,6 +144,22 @@ def test_slimes_log(per_token):
     assert list(one) == list(other) and one["hpo/nan_tokens"] == 0 and other["hpo/nan_tokens"] == 1
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_a_reference_that_is_no_number_pays_no_penalty(unbiased):
+    """At a masked position, and at a valid token, whose share is left out as the loss leaves it out."""
+    batch, fields = Batch(), {"use_kl_loss": True, "kl_loss_coef": 0.5, "use_unbiased_kl": unbiased}
+    sums, gradients = slime_sums(batch), []
+    for broken in (False, True):
+        if broken:
+            batch.ref = batch.poisoned(batch.ref)
+        leaf = batch.logp.clone().requires_grad_()
+        of_slime(batch, leaf, sums, **fields)[0].backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients) and gradients[0].any()
+    batch.ref[0, 0] = torch.nan
+    assert batch.mask[0, 0] and of_slime(batch, batch.logp, sums, **fields)[0].isfinite()
+
+
 def test_slimes_cispo_counts_what_its_clamp_moves():
     batch = Batch()
     ratio = torch.exp(batch.logp - batch.old)

@@ -193,7 +193,7 @@ def nemo_data(batch):
         return torch.nn.functional.pad(values, (1, 0))
 
     sampled = torch.ones(ROWS)
-    sampled[3] = 0
+    sampled[3], sampled[1] = 0, 0.25  # a row that is left out, and a loss_multiplier
     poisoned = {
         "prev_logprobs": batch.old, "generation_logprobs": batch.rollout, "reference_policy_logprobs": batch.ref,
     }  # fmt: skip
@@ -219,7 +219,7 @@ def test_nemo_rl(per_token, nemo_rl):
         weight = torch.where((weight >= 0.8) & (weight <= 1.2), weight, 0.0)
         terms = weight * clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5)
         factor = torch.exp(logp - logp.detach())  # of the score function
-        terms = masked(terms + 0.1 * clamped_k3(logp, batch.ref, factor), mask)
+        terms = masked(terms + 0.1 * clamped_k3(logp, batch.ref, factor), mask) * data["sample_mask"][:, None]
         return terms.sum() / 77.0 if per_token else (terms.sum(1) / batch.mask.sum(1)).sum() / 9.0
 
     equal(ours, theirs, batch.logp)
@@ -228,7 +228,7 @@ def test_nemo_rl(per_token, nemo_rl):
     assert set(metrics) == set(loss.metric_normalizations)
     error = masked((batch.rollout - batch.old).abs().exp(), mask).sum() / 77.0
     assert metrics["token_mult_prob_error"] == pytest.approx(error.item(), rel=1e-5)
-    assert metrics["num_valid_samples"] == 5.0
+    assert metrics["num_valid_samples"] == 4.25
 
 
 def test_nemo_rl_adds_metrics_over_micro_batches(nemo_rl):
@@ -275,7 +275,8 @@ def test_nemo_rls_penalty_takes_log_probabilities_without_its_filter(nemo_rl):
     def theirs(logp):
         unfiltered = logp - 0.5
         penalty = clamped_k3(unfiltered, batch.ref, torch.exp(unfiltered - unfiltered.detach()))
-        return masked(clipped(logp, batch.old, batch.advantages) + 0.1 * penalty, mask).sum() / 77.0
+        terms = masked(clipped(logp, batch.old, batch.advantages) + 0.1 * penalty, mask)
+        return (terms * data["sample_mask"][:, None]).sum() / 77.0
 
     equal(ours, theirs, batch.logp)
     assert (loss.reference_policy_kl_penalty, loss.use_fused_linear_logprobs) == (0.1, False)
@@ -434,7 +435,7 @@ def test_roll_logs_parts_over_the_counts_of_the_step():
         "pg_loss": clipped(batch.logp, batch.old, batch.advantages, 0.2, 0.28),
         "kl_loss": clamped_k3(batch.logp, batch.ref),
         "policykl": batch.logp - batch.old,
-        "ppo_ratio_clipfrac": outside.float(),
+        "clipfrac": outside.float(),
     }
     for name, terms in expected.items():
         assert logged[f"actor/{name}@sum"] == pytest.approx(masked(terms, batch.mask).sum().item() / 99, rel=1e-4), name

@@ -271,9 +271,15 @@ def test_a_module_is_seen_when_it_is_imported(tmp_path, monkeypatch):
     (tmp_path / "seen_later.py").write_text("NUMBER = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     finders, seen = list(sys.meta_path), []
-    for _ in range(2):
-        after_import("seen_later", lambda module: seen.append(module.NUMBER))
+    after_import("seen_later", lambda module: seen.append("replaced"))
+    after_import("seen_later", lambda module: seen.append(module.NUMBER))
     assert not seen and len(sys.meta_path) == len(finders) + 1
+    assert importlib.util.find_spec("seen_later").name == "seen_later"  # imports nothing
+    (tmp_path / "seen_later.py").write_text("raise ImportError('not yet')\n")
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module("seen_later")
+    (tmp_path / "seen_later.py").write_text("NUMBER = 1\n")
+    importlib.invalidate_caches()
     module = importlib.import_module("seen_later")
     assert seen == [1] and sys.meta_path == finders
     module.NUMBER = 2

@@ -17,7 +17,7 @@ import torch
 
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import packed_rows, token_loss
+from .micro_batch import fractions, packed_rows, token_loss, warn_of_flags
 from .replaced import after_import
 from .served import served_gate
 
@@ -30,8 +30,9 @@ _SILENCED = (
 
 
 def use(backend: Any, gate: RatioGate | str) -> None:
-    """Let this backend, ``LocalBackend(in_process=True)`` or ART's ``TinkerBackend`` alike, train with the gate."""
-    made = served_gate(gate, "ART", one_policy="ART's only old policy is the sampler")
+    """Let this process train with the gate; ``backend``: its ``LocalBackend(in_process=True)``, or ART's
+    ``TinkerBackend`` alike. A later call replaces the gate, of every backend of the process."""
+    made = served_gate(gate, "ART", one_policy="ART tells its loss one old policy")
     check(getattr(backend, "_in_process", False), "backend: expected in_process=True, got {}", type(backend).__name__)
     for name in ("art.unsloth.train", "art.tinker.service"):
         after_import(name, lambda module: setattr(module, "loss_fn", functools.partial(loss_fn, gate=made)))
@@ -55,6 +56,7 @@ def loss_fn(
         each.flatten().float() for each in (new_logprobs, old, given.advantages, given.weights)
     )
     out = token_loss(logp, old, advantages, batch, gate, logp.new_ones(batch.rows), token_weight=weights)
+    warn_of_flags(fractions(out.metrics, gate))
     count, aligned = given.denominator(mask.float(), reduction), given.aligned_entropies(entropies)
     entropy = None if aligned is None else torch.where(mask, aligned * given.weights, 0.0).sum() / count
     seen = ours.compute_probs_corr(torch.where(mask, given.old_logprobs, torch.nan), new_logprobs)

@@ -93,6 +93,7 @@ class HPOLossFn(LossFunction):  # type: ignore[misc]
             weights = aggregation.token_mean(batch, total=global_valid_toks, ranks=1)
         else:
             weights = aggregation.seq_mean_token_mean(batch, total=global_valid_seqs, ranks=1)
+        weights = weights * sampled.to(weights.dtype)  # loss_multiplier of each datum
         self._check_scored("prev_logprobs", old, next_token_logprobs, mask, "force_on_policy_ratio to false")
         penalty: dict[str, Any] = {}
         if self.kl:

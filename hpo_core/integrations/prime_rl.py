@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..gates import RatioGate
+from ..metrics import FLAGS
 from .micro_batch import clipped_tokens, padded_rows, token_loss
 from .served import served_gate
 
@@ -44,14 +45,15 @@ def loss(inputs: Any, gate: str = "dppo_tv(0.2, 0.2, inf)", kl_tau: float = 0.0,
     )  # fmt: skip
     total = out.loss
     if kl_tau:
-        squared = torch.where(mask, logp - old, 0.0).float().square()
+        gap = logp - old
+        squared = torch.where(mask & ~gap.isnan(), gap, 0.0).float().square()  # as the loss leaves them out
         total = total + kl_tau * (squared if weight is None else torch.where(mask, weight, 0.0) * squared).sum()
     tokens = out.metrics["tokens"].clamp(min=1)
     clipped = clipped_tokens(out.metrics, made)
     metrics = {
         "hpo/clipped": clipped / tokens,
         "hpo/log_ratio": out.metrics["log_ratio_sum"] / tokens,
-        "hpo/nan_tokens": out.metrics["nan_tokens"],
+        **{f"hpo/{name}": out.metrics[name] for name in FLAGS},
     }
     kind = importlib.import_module("prime_rl.trainer.rl.loss").LossOutputs
     return kind(loss=total, metrics={name: value.float() for name, value in metrics.items()})

@@ -28,13 +28,17 @@ def replaced(module: ModuleType, **names: Any) -> Iterator[None]:
 
 
 def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
-    """Call ``function`` with the module: now if it is imported, else when somebody imports it. Once for each name.
+    """Call ``function`` with the module: now if it is imported, else when somebody imports it. A later function for the
+    same name takes the place of one that waits.
 
     For modules that take seconds to import, or that import the package that is being imported now.
     """
     if name in sys.modules:
-        function(sys.modules[name])
-    elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        return function(sys.modules[name])
+    waiting = [finder for finder in sys.meta_path if isinstance(finder, _Finder) and finder.name == name]
+    for finder in waiting:
+        finder.function = function
+    if not waiting:
         sys.meta_path.insert(0, _Finder(name, function))
 
 
@@ -56,18 +60,21 @@ def run_under_ray(main: str, hook: str) -> None:
 
 
 class _Finder:
-    """Finds one module once, as the other finders do."""
+    """Finds one module, as the other finders do, until it has been imported."""
 
     def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
-        self.name, self.function = name, function
+        self.name, self.function, self.is_asking = name, function, False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != self.name:
+        if name != self.name or self.is_asking:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type,unused-ignore]
-        spec = importlib.util.find_spec(name)
+        self.is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.is_asking = False
         if spec is None or spec.loader is None:
             return spec
         loader: Any = spec.loader
@@ -75,6 +82,8 @@ class _Finder:
 
         def execute_and_call(module: ModuleType) -> None:
             execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)  # type: ignore[arg-type,unused-ignore]
             self.function(module)
 
         loader.exec_module = execute_and_call

@@ -20,7 +20,7 @@ from ..checks import check
 from ..metrics import FLAGS
 from .micro_batch import clipped_tokens, padded_rows, token_loss, weights_of
 from .named import VARIABLE
-from .served import check_gate, environment_gate_beside
+from .served import check_gate, check_proportional, environment_gate_beside
 
 __all__ = ["actor", "actor_critic", "register"]
 
@@ -57,6 +57,7 @@ def actor(
     check(gate is not None, "{}: expected a gate, such as 'dapo()', got none; export it before ray start", VARIABLE)
     assert gate is not None
     check_gate(gate, "RLinf", one_policy="RLinf tells its loss one old policy")
+    check_proportional(gate, "RLinf multiplies importance_sampling_fix and loss_scales into advantages")
     check(
         task_type != "embodied" or not gate.units,
         "gate: {!r} has a level above tokens, and rows of embodied tasks are chunks of actions; take a gate of tokens",

@@ -1,11 +1,12 @@
 """rLLM: estimators of hpo_core in its registry. Its losses are verl's, which :mod:`hpo_core.integrations.verl` serves.
 
     import hpo_core.integrations.rllm
-    trainer = AgentTrainer(..., estimator_map={"solver": "hpo_rloo"})
+    trainer = AgentTrainer(..., traj_group_adv_estimator_map={"solver": "hpo_rloo"})
 
-``estimator_map`` names an estimator for each role; ``rllm.algorithm.adv_estimator`` is an enumeration that takes none
-from outside. Importing this module registers those of ``ESTIMATORS`` under ``hpo_`` and their name. Groups may be of
-any size. ``norm_adv_by_std_in_grpo=False`` is refused by estimators that divide by a deviation.
+``traj_group_adv_estimator_map`` names an estimator for each role; ``rllm.algorithm.adv_estimator`` is an enumeration
+that takes none from outside. Importing this module registers those of ``ESTIMATORS`` under ``hpo_`` and their name, in
+this process: with rLLM's verl backend the trainer is another one, so the module that defines the workflow imports this
+one. Groups may be of any size. ``norm_adv_by_std_in_grpo=False`` is refused by estimators that divide by a deviation.
 """
 
 from __future__ import annotations

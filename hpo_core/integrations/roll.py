@@ -91,7 +91,7 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
             "weighted_pg_loss" if of_samples is not None else "pg_loss": policy,
             **({"kl_loss": (float(out.loss.detach()) - policy) / config.kl_loss_coef} if shows_kl else {}),
             "total_loss": float(total.detach()),
-            "ppo_ratio_clipfrac": share * seen.pop("clipped"),
+            "clipfrac": share * seen.pop("clipped"),  # by the sign of the advantage, as ROLL's of this name
             "policykl": -share * seen.pop("kl"),
             "hpo_dual_clipped": share * seen.pop("dual_clipped"),
             **{f"hpo_{name}": seen[name] for name in FLAGS},

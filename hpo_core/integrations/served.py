@@ -10,8 +10,11 @@ import torch
 from .. import gates
 from ..checks import check, require_type
 from ..gates import RatioGate
-from ..specs import Unit
+from ..specs import Head, Penalty, Unit
 from .named import VARIABLE, environment_gate, named_gate
+
+# Objectives with a term that does not grow with the advantage.
+_NOT_PROPORTIONAL = (Head.LOG, Head.MIRROR)
 
 
 def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_policy: str = "") -> None:
@@ -48,6 +51,18 @@ def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_polic
         "gate: {!r} corrects the difference between sampler and old policy, and {}; take the gate that it corrects",
         gate.name,
         one_policy,
+    )
+
+
+def check_proportional(gate: RatioGate, scaled: str) -> None:
+    """Check that the objective grows with the advantage, where a trainer multiplies factors of its own into
+    advantages. ``scaled``: which, for the message."""
+    check(
+        (gate.head not in _NOT_PROPORTIONAL or gate.head_numbers == (0.0, 0.0)) and gate.penalty is Penalty.NONE,
+        "gate: {!r} has a term that does not grow with the advantage, and {}, which that term would lack; call "
+        "hpo_core.policy_loss in a loop of your own",
+        gate.name,
+        scaled,
     )
 
 

@@ -37,10 +37,9 @@ from .. import advantages, gates
 from ..advantages.terms import accepted_keywords, level_of, name_of
 from ..checks import check, require_type
 from ..gates import RatioGate
-from ..specs import Head, Penalty
 from .micro_batch import fractions, padded_rows, token_loss
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages, settings_of
-from .served import check_gate, check_registered, check_sampler, check_unread
+from .served import check_gate, check_proportional, check_registered, check_sampler, check_unread
 
 __all__ = ["ESTIMATORS", "PRESETS", "register", "register_advantage"]
 
@@ -59,9 +58,6 @@ _UNSET = {
     "dppo.delta_low": 0.2, "dppo.delta_high": 0.2, "clip_cov.clip_ratio": 2e-4, "clip_cov.clip_cov_lb": 1.0,
     "clip_cov.clip_cov_ub": 5.0, "kl_cov.kl_cov_frac": 0.2, "kl_cov.ppo_kl_coef": 1.0,
 }  # fmt: skip
-
-# Objectives with a term that does not grow with the advantage.
-_NOT_PROPORTIONAL = (Head.LOG, Head.MIRROR)
 
 
 def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend: str | None = None) -> None:
@@ -86,12 +82,7 @@ def register(name: str, gate: RatioGate | Callable[[Any], RatioGate], *, backend
 
 def _check(gate: RatioGate) -> None:
     check_gate(gate, "SkyRL")
-    check(
-        (gate.head not in _NOT_PROPORTIONAL or gate.head_numbers == (0.0, 0.0)) and gate.penalty is Penalty.NONE,
-        "gate: {!r} has a term that does not grow with the advantage, and SkyRL's advantages carry the denominator of "
-        "the loss, which that term would lack; call hpo_core.policy_loss in a loop of your own",
-        gate.name,
-    )
+    check_proportional(gate, "SkyRL's advantages carry the denominator of the loss")
 
 
 def _policy_loss(

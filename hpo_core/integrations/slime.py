@@ -135,9 +135,11 @@ def reduced_loss(
     entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
     total = out.loss - args.entropy_coef * entropy
     if args.use_kl_loss:
-        ratio = torch.exp(logp - old) if args.use_unbiased_kl else None
         ref = torch.cat(batch["ref_log_probs"])
-        penalty = theirs.compute_approx_kl(logp, ref, kl_loss_type=args.kl_loss_type, importance_ratio=ratio)
+        pays = valid & ~(logp - ref).isnan() & ~(logp - old).isnan()  # the others add 0, with gradient 0
+        paid, ref, anchor = (torch.where(pays, each, 0.0) for each in (logp, ref, old))
+        ratio = torch.exp(paid - anchor) if args.use_unbiased_kl else None
+        penalty = theirs.compute_approx_kl(paid, ref, kl_loss_type=args.kl_loss_type, importance_ratio=ratio)
         reduced = sum_of_sample_mean(penalty)
         logged["kl_loss"] = reduced.detach()
         total = total + args.kl_loss_coef * reduced
@@ -152,7 +154,7 @@ def reduced_loss(
         "pg_loss": out.loss.detach(),
         "entropy_loss": entropy.detach(),
         "pg_clipfrac": (clipped * share).float(),
-        "ppo_kl": sum_of_sample_mean(torch.where(valid, old - logp.detach(), 0.0)),
+        "ppo_kl": sum_of_sample_mean(torch.where(valid, (old - logp.detach()).nan_to_num(), 0.0)),
         # every micro-batch has the same names, because slime adds up logged numbers by their places
         **{f"hpo/{name}": out.metrics[name].float() for name in FLAGS},
         **logged,

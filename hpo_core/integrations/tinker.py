@@ -46,10 +46,12 @@ def custom_loss(
     check_choice("reduction", reduction, ("sum", "mean"))
 
     def loss(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        check(len(data) > 0, "data: expected datums, got none")
         pairs = zip(data, logprobs, strict=True)
         told = [{"mask": torch.ones_like(each), **datum.loss_fn_inputs} for datum, each in pairs]
-        old, advantages = _field(told, "logprobs"), _field(told, "advantages")
-        mask = _field(told, "mask") != 0
+        sizes = [each.numel() for each in logprobs]
+        old, advantages, mask = (_field(told, name, sizes) for name in ("logprobs", "advantages", "mask"))
+        mask = mask != 0
         lengths = torch.tensor([0, *(len(each) for each in logprobs)], device=old.device)
         ids = None
         if grouped:
@@ -71,14 +73,22 @@ def custom_loss(
     return loss
 
 
-def _field(told: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor:
+def _field(told: Sequence[Mapping[str, Any]], name: str, sizes: Sequence[int]) -> torch.Tensor:
     parts = []
-    for inputs in told:
+    for at, (inputs, size) in enumerate(zip(told, sizes, strict=True)):
         check(name in inputs, "loss_fn_inputs: expected {!r} in each datum", name)
         value = inputs[name]
         value = value.to_torch() if hasattr(value, "to_torch") else value
         require_type(
             isinstance(value, torch.Tensor), "loss_fn_inputs: expected {!r} as a tensor, got {}", name, type(value)
+        )
+        check(
+            value.numel() == size,
+            "loss_fn_inputs: expected {!r} of datum {} for its {} tokens, got {}",
+            name,
+            at,
+            size,
+            value.numel(),
         )
         parts.append(value.reshape(-1))
     return torch.cat(parts)

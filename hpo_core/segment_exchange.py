@@ -159,6 +159,7 @@ def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor
             if finer < unit and of_finer is not None:
                 ids, by = torch.where(ids < 0, of_finer, ids), by.masked_fill(ids < 0, finer)
         named = (ids >= 0) | (by == Unit.TRAJECTORY)  # a negative trajectory id is a name
+        named &= hierarchy.end > hierarchy.begin  # a leaf without tokens adds nothing, and its ids may be any
         columns = (hierarchy.ancestors[level], torch.full_like(ids, level), by, ids, *coarser)
         found.append(torch.stack(columns, 1)[named])
         coarser = (torch.where(named, by, -1), torch.where(named, ids, -1))
@@ -171,8 +172,10 @@ def _check_nested(names: torch.Tensor, units: tuple[Unit, ...]) -> None:
     torn = (names[1:, :3] == names[:-1, :3]).all(1).nonzero()
     if torn.numel() == 0:
         return
-    (level, by, name, *_, one), (*_, other) = names[torn[0] + torch.arange(2, device=names.device)].tolist()
+    both = names[torn[0] + torch.arange(2, device=names.device)].tolist()
+    level, by, name = both[0][:3]
     finer, coarser = Unit(by).name.lower(), units[level + 1].name.lower()
+    one, other = (coarse if named_by == units[level + 1] else "none" for *_, named_by, coarse in both)
     raise ValueError(
         f"{coarser}_ids: expected one {coarser} for all of {finer} {name} on all ranks, got {one} and {other}; levels "
         f"nest, and equal ids of two ranks are one {finer}: mend the ids"

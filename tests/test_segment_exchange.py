@@ -430,3 +430,23 @@ def test_ids_that_nest_on_each_rank_alone_are_refused_on_all(name):
     assert one == other and f"for all of {name.removesuffix(' in none')} on all ranks, got " in one
     whole = {key: [values[0]] * 2 for key, values in ids.items()}
     assert on_ranks(2, on_torn_ids, units, whole) == [None, None]
+
+
+def on_empty_steps(rank):
+    """Step 6 of rank 0 is empty, and lies in no trajectory: it has no token of the trajectory that rank 1 tells."""
+    steps, ids = ([[0, 2], [2, 2]], [5, 6]) if rank == 0 else ([[0, 2]], [6])
+    batch = hpo.PackedBatch.from_lengths(
+        [2], steps=torch.tensor(steps), step_ids=torch.tensor(ids), trajectory_ids=torch.tensor([7 + rank])
+    )
+    gate = RatioGate("steps", Identity(), levels((Tanh(0.02), STEP), (Tanh(0.02), TRAJECTORY)))
+    leaf, old = torch.full((2,), -0.9, requires_grad=True), torch.full((2,), -1.0)
+    for group in (None, dist.group.WORLD):
+        hpo.policy_loss(
+            leaf, old, torch.ones(1), batch, gate, weights=torch.ones(1), process_group=group
+        ).loss.backward()
+    return leaf.grad
+
+
+def test_ids_of_steps_without_tokens_name_no_segment():
+    for grad in on_ranks(2, on_empty_steps):
+        assert grad.any() and grad.isfinite().all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import sys
 
@@ -132,8 +131,8 @@ def test_a_gate_gets_the_inputs_it_needs(per_token, tmp_path):
         assert not torch.allclose(grad, bare.grad.view_as(grad)), gate.name
 
 
-def test_each_micro_batch_draws_anew(tmp_path, monkeypatch):
-    """Two processes, of which this is the second: no seed is that of another micro-batch of either."""
+def test_each_micro_batch_draws_anew(tmp_path):
+    """The seeds of a step begin with its number, so that a run that is resumed has them, too; evaluation takes none."""
     seeds = []
 
     def inputs(batch, seed):
@@ -142,11 +141,12 @@ def test_each_micro_batch_draws_anew(tmp_path, monkeypatch):
 
     extra = {"gate": hpo.gates.m2po(), "gate_inputs": inputs}
     trainer = build(hpo_trl.HPOTrainer, tmp_path, extra=extra, loss_type="bnpo")
-    trainer._hpo = trainer._hpo._replace(seeds=itertools.count(1, 2))
     trainer.current_gradient_accumulation_steps = 1
-    for _ in range(2):
+    for step, training in ((0, True), (0, False), (0, True), (7, True), (7, True)):
+        trainer.state.global_step = step
+        trainer.model.train(training)
         loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, *micro_batch())
-    assert seeds == [1, 3]
+    assert seeds == [0, 1, 1, 7 << 16, (7 << 16) + 1]
 
 
 def test_an_unscored_token_drops_no_row_where_corrections_compare_with_both_policies():

@@ -51,8 +51,9 @@ def over_ranks(
     level = level_of(estimator)
     check(
         level != "token" or (tables and takes_tables(estimator)),
-        "estimator: expected one of rows or steps, got one of tokens, which stay with their rows; call it on each rank "
-        "with whitened=False, and then over_ranks(whiten)(advantages, torch.ones_like(advantages), mask=batch.mask)",
+        "estimator: expected one of rows or steps, got one of tokens, which stay with their rows; call it on each "
+        "rank, one that whitens with whitened=False and then "
+        "over_ranks(whiten)(advantages, torch.ones_like(advantages), mask=batch.mask)",
     )
     check(
         not tables or takes_tables(estimator),

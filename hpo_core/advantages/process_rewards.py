@@ -35,7 +35,8 @@ def prime(
     Args:
         token_rewards: p ``[T]``; PRIME's are ``beta (logp - ref_logp)`` of a reward model that is trained on outcomes
             in each step. Those at masked tokens do not count. One that is NaN or infinite takes its row out of the
-            process baseline: tokens behind it get the outcome's part alone, it and the tokens before it get 0.
+            process baseline: tokens behind it keep their returns, against the other rows' mean, it and the tokens
+            before it get 0.
         rewards: r ``[S]``, outcomes. A row without one, or without a prompt, or alone in it, gets nothing of them.
         process_weight, outcome_weight: 5 and 5, the recipe's.
         whitened: False leaves the returns as they are.

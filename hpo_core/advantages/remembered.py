@@ -364,7 +364,7 @@ def _gaps(
     groups, rank, size = ordered(values, ids, mask)
     value = groups.sorted(values).double()
     sums = value.new_zeros(2, value.numel())
-    for apart in range(1, samples):
+    for apart in range(1, min(samples, value.numel())):  # no pair is farther apart
         pairs = (rank + apart < size) & (groups.chain >= 0)
         gap = torch.where(pairs, value.roll(-apart) - value, 0.0)
         sums += torch.where(pairs, torch.stack([gap, torch.log(gap + 1e-6)]), 0.0)

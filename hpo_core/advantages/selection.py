@@ -46,6 +46,7 @@ def d3s_samples(
     """
     check_units(advantages=advantages, group_ids=group_ids, mask=mask)
     check(k >= 1, "k: expected a count of at least 1, got {}", k)
+    k = min(k, max(advantages.numel(), 1))  # no group is larger
     groups, rank, size = ordered(advantages, group_ids, mask)
     value = groups.sorted(torch.where(torch.isfinite(advantages), advantages, 0.0)).double()
     begin = torch.arange(value.numel(), device=value.device) - rank

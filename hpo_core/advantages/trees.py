@@ -327,7 +327,10 @@ def _nodes(rewards: torch.Tensor, prefix_ids: Sequence[torch.Tensor]) -> list[to
     check(len(prefix_ids) > 0, "prefix_ids: expected at least one depth, got none")
     for ids in prefix_ids:
         check_units(rewards=rewards, prefix_ids=ids)
-    return [dense_ids(*prefix_ids[: depth + 1]) for depth in range(len(prefix_ids))]
+    nodes = [dense_ids(prefix_ids[0])]
+    for ids in prefix_ids[1:]:
+        nodes.append(dense_ids(nodes[-1], ids))
+    return nodes
 
 
 def _of_leaves(

@@ -110,16 +110,21 @@ def part_of(batch: PackedBatch, index: torch.Tensor, is_part: bool) -> MicroBatc
     return MicroBatch(part, index, steps, tokens)
 
 
+def _filled_steps(batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The steps with tokens, because an empty one belongs to no row, their ranges and rows, which ascend, ``[N]``."""
+    begin, end = batch.step_ranges()
+    filled = (end > begin).nonzero().flatten()
+    begin, end = begin[filled], end[filled]
+    return filled, begin, end, row_at(batch, begin)
+
+
 def _steps_of(
     batch: PackedBatch, index: torch.Tensor, shift: torch.Tensor
 ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None]]:
     """The steps of these rows, their ranges and ids; ``shift`` of a row is its old position minus its new one."""
     if batch.num_steps is None:
         return None, {}
-    begin, end = batch.step_ranges()
-    filled = (end > begin).nonzero().flatten()  # an empty step belongs to no row
-    begin, end = begin[filled], end[filled]
-    row = row_at(batch, begin)  # [N], ascending as the steps are
+    filled, begin, end, row = batch.once(_filled_steps)
     first, last = torch.searchsorted(row, index), torch.searchsorted(row, index, right=True)
     chosen, owner = _concatenated_ranges(first, last - first)
     ranges = torch.stack((begin[chosen], end[chosen]), 1) - shift[owner, None]

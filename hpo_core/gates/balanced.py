@@ -73,6 +73,12 @@ def bapo_bounds(
     check(0 <= low[0] <= low[1] <= 1, "low: expected two ascending ratios in [0, 1], got {}", low)
     check(1 <= high[0] <= high[1] < math.inf, "high: expected two ascending ratios >= 1, got {}", high)
     check(0 < step < math.inf, "step: expected a number > 0, got {}", step)
+    check(
+        high[1] - high[0] <= 10_000 * step,
+        "step: expected at most 10,000 steps from {} to {}, got {}; take a larger step",
+        *high,
+        step,
+    )
     check_policies(batch, logp, old_logp)
     advantage = per_token(advantages, batch, advantage_level).double()
     ratio = (logp.detach().double() - old_logp.double()).clamp(-20, 20).exp()  # as verl does

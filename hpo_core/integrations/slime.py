@@ -154,7 +154,7 @@ def reduced_loss(
         "pg_loss": out.loss.detach(),
         "entropy_loss": entropy.detach(),
         "pg_clipfrac": (clipped * share).float(),
-        "ppo_kl": sum_of_sample_mean(torch.where(valid, (old - logp.detach()).nan_to_num(), 0.0)),
+        "ppo_kl": sum_of_sample_mean(torch.where(valid & ~(old - logp).isnan(), old - logp.detach(), 0.0)),
         # every micro-batch has the same names, because slime adds up logged numbers by their places
         **{f"hpo/{name}": out.metrics[name].float() for name in FLAGS},
         **logged,

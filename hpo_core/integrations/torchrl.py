@@ -68,6 +68,8 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
         return [number for each in buffers for number in (each.data_ptr(), each._version)]
 
     def _current_gate(self) -> RatioGate:
+        if torch.compiler.is_compiling():  # addresses would break its graph
+            return self.gate
         seen = self._bound_buffers()
         if seen != self._seen:  # else nothing is copied to the host
             bounds = self._read_bounds()

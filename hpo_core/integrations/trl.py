@@ -9,7 +9,6 @@ padded on the right; ``P`` processes.
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -179,11 +178,20 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             if model is not None:
                 whole = self.accelerator.unwrap_model(model)
                 give_head(whole.get_base_model() if hasattr(whole, "get_base_model") else whole, backend)
-        ranks = self.accelerator.num_processes
         self._hpo = Settings(
-            gate, kl, advantage, steps, domain, window, entropy, entropy_penalty, gate_inputs, backend, ranks,
-            itertools.count(self.accelerator.process_index, ranks),
+            gate, kl, advantage, steps, domain, window, entropy, entropy_penalty, gate_inputs, backend,
+            self.accelerator.num_processes,
         )  # fmt: skip
+        self._hpo_drawn = (0, 0)  # an optimiser step, and the micro-batches of it that have drawn
+
+    def _seed(self) -> int:
+        """Another one in each micro-batch and process, the same after a resumption; evaluation changes none."""
+        step, (last, drawn) = int(self.state.global_step), self._hpo_drawn
+        drawn = drawn if step == last else 0
+        if self.model.training:
+            self._hpo_drawn = (step, drawn + 1)
+        rank = int(self.accelerator.process_index)
+        return ((step << 16) + drawn) * self._hpo.processes + rank
 
     def _weighs_samples(self) -> bool:
         """Whether TRL's loss multiplies by its weights of the sampler now: a callback may switch them."""
@@ -219,7 +227,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         They are made here, before rows are shuffled into micro-batches, where most prompt groups are no longer whole.
         """
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        gate, _, advantage, steps, domain, window, entropy, _, _, backend, *_ = self._hpo
+        gate, _, advantage, steps, domain, window, entropy, _, _, backend, _ = self._hpo
         rows = len(output["completion_ids"])
         own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
         size = self.num_generations if self.model.training else self.num_generations_eval
@@ -350,7 +358,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             inputs: TRL's micro-batch: masks, advantages, and the other tensors computed when it was generated.
             aux_loss: 0-dim, the load balancing of a mixture of experts; only logged.
         """
-        gate, kl, _, _, _, window, _, _, gate_inputs, backend, _, seeds = self._hpo
+        gate, kl, _, _, _, window, _, _, gate_inputs, backend, _ = self._hpo
         mask = mask_of(inputs)
         batch = PackedBatch.from_padded(
             mask,
@@ -376,7 +384,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             given = made_inputs(
                 gate_inputs, logps.shape, advantages, logp=logps.detach(), entropy=entropies, batch=batch,
                 old_logp=logps.detach() if old_logps is None else old_logps, process_group=self._ranks(),
-                seed=next(seeds),
+                seed=self._seed(),
             )  # fmt: skip
         self._check_sampler(gate)
         # Of the trainer's policy to vLLM's: [B, L] or [B, 1].
@@ -451,7 +459,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         aux_loss: torch.Tensor | None,
     ) -> None:
         """TRL's own keys with TRL's own definitions, and ours: one gather over processes, one copy to the host."""
-        gate, kl, *_, processes, _ = self._hpo
+        gate, kl, *_, processes = self._hpo
         parts = observed_parts(found, gate, logps, batch, inputs)
         if kl is not None:
             parts["kl"] = penalty_sum(logps, inputs, self.args.use_bias_correction_kl)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,6 @@ class Settings(NamedTuple):
     gate_inputs: MakesInputs | None
     backend: str | None
     processes: int
-    seeds: Iterator[int]  # of the draws of gate inputs: one for each micro-batch of each rank
 
 
 def domain_ids_of(column: str, inputs: list[dict[str, Any]], device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, SegmentReduce, Statistic
 from .hierarchy import ancestors_of, leaf_of_token
-from .segments import doubles, flat, of_row, row_of_token
+from .segments import flat, of_row, row_of_token
 from .terms import SATURATION
 
 EXPONENT = 20.0
@@ -31,7 +31,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
 
     ``reduce`` may change the sums of the segments of ``spec.of_segments`` in place, such as by an all-reduce.
     """
-    dtype, inputs = inputs.logp.dtype, flat(doubles(inputs))
+    inputs = flat(inputs)
     assert inputs.old_logp is not None
     first, second, counts = inputs.logp, inputs.old_logp, None
     if inputs.correction_second is not None:
@@ -40,6 +40,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
             counts = counts & ~(inputs.logp - inputs.ref_logp).isnan()
         first = inputs.logp if inputs.correction_first is None else inputs.correction_first
         second = inputs.correction_second
+    second = second.to(first.dtype)
     row = row_of_token(inputs.cu_seqlens, first.numel())
     leaf, _ = leaf_of_token(inputs, row)
     given = (leaf >= 0) if inputs.mask is None else (leaf >= 0) & inputs.mask
@@ -56,7 +57,7 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
     factor = _factor(spec, v, (advantage < 0).long())
     factor = torch.where(known, factor, torch.full_like(factor, torch.nan))
     factor = torch.where(given, factor, torch.ones_like(factor))
-    return (factor if inputs.token_weight is None else factor * inputs.token_weight).to(dtype)
+    return factor if inputs.token_weight is None else factor * inputs.token_weight.to(factor.dtype)
 
 
 def factor_of_tokens(

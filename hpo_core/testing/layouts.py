@@ -64,7 +64,9 @@ def wide_ids(numbers: torch.Tensor) -> torch.Tensor:
 
 def _nested(ids: torch.Tensor, finer: torch.Tensor) -> torch.Tensor:
     """The ids of the first row of each finer segment, at all its rows."""
-    return ids[(finer == finer[:, None]).int().argmax(1)] if ids.numel() else ids
+    _, segment = torch.unique(finer, return_inverse=True)
+    rows = torch.arange(ids.numel(), device=ids.device)
+    return ids[torch.zeros_like(rows).scatter_reduce(0, segment, rows, "amin", include_self=False)[segment]]
 
 
 def _steps(ends: torch.Tensor, draw: torch.Generator) -> torch.Tensor:

@@ -320,6 +320,8 @@ def stray(units, absent, name):
     return units._replace(trajectory=np.where(absent, -(2**63), units.trajectory))
 
 
+# A total over the batch: the last bits of the reference, which keeps float64, follow the places of the units.
+WITH_TOTALS = ("bnpo", "dgpo")
 CONCERNED = {unscored: set(CASES) - OF_BOOLS, outside: set(CASES) - WITHOUT_GROUPS, stray: OF_TRAJECTORIES}
 
 
@@ -335,7 +337,11 @@ def test_a_unit_without_a_score_or_an_id_is_as_if_it_were_not_there(native_backe
         whole = CASES[name](Given(lacking(units, absent, name), backend))
         assert not whole[..., torch.tensor(absent)].any() and bool(torch.isfinite(whole).all()), (backend, seed, whole)
         left = CASES[name](Given(naive.Units(*(field[~absent] for field in units)), backend))
-        assert torch.equal(whole[..., torch.tensor(~absent)], left), (backend, seed)
+        of_others = whole[..., torch.tensor(~absent)]
+        if backend == "reference" and name in WITH_TOTALS:
+            torch.testing.assert_close(of_others, left, rtol=1e-14, atol=0)
+        else:
+            assert torch.equal(of_others, left), (backend, seed)
 
 
 def renamed(ids, random):

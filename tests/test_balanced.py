@@ -21,6 +21,7 @@ same_policies = functools.partial(gates.bapo_bounds, TOKENS, TOKENS, ONE, FIVE)
         ({"low": (0.8, 0.6)}, r"low: expected two ascending ratios in \[0, 1\], got \(0.8, 0.6\)"),
         ({"high": (0.2, 1.0)}, r"high: expected two ascending ratios >= 1, got \(0.2, 1.0\)"),
         ({"step": 0}, "step: expected a number > 0, got 0"),
+        ({"step": 1e-17}, "step: expected at most 10,000 steps from 1.2"),
     ],
 )
 def test_wrong_numbers_are_named(given, message):

@@ -179,7 +179,7 @@ def _corrected(
     if gating == "ratio":
         statistic = statistic.exp()
     else:
-        low = -math.inf  # OpenRLHF writes 0, which the rounding of a divergence passes on policy
+        low = -math.inf  # OpenRLHF writes 0, below which rounding takes divergences near 0
     outside = ~((statistic >= low) & (statistic <= high))  # NaN is outside
     factor = statistic.clamp(low, high) if mode == "clip" else torch.where(outside, 0.0, difference.exp())
     total = mask.sum().clamp(min=1)

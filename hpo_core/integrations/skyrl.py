@@ -126,7 +126,7 @@ def _policy_loss(
             token_mask=(kept != 0).expand(valid.shape),  # levels aggregate the tokens that SkyRL's masks drop, too
             token_weight=weight.float() if corrected.tis_ratio_type is not None else None, backend=backend,
         )  # fmt: skip
-    found = fractions(out.metrics, gate)  # all names on every rank: SkyRL reduces them one by one
+    found = fractions(out.metrics, gate)  # every rank has all names, because SkyRL reduces them one by one
     clipped = found.pop("clipped")
     return out.loss, {"clip_ratio": clipped, **{f"hpo/{name}": value for name, value in found.items()}, **seen}
 

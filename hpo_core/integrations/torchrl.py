@@ -63,7 +63,7 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
         return float(self.clip_epsilon_low), float(self.clip_epsilon_high)
 
     def _bound_buffers(self) -> list[int]:
-        """Another list after an assignment, as of a scheduler, and after ``load_state_dict``."""
+        """Numbers that differ after an assignment, as of a scheduler, and after ``load_state_dict``."""
         buffers = (self.clip_epsilon_low, self.clip_epsilon_high)
         return [number for each in buffers for number in (each.data_ptr(), each._version)]
 

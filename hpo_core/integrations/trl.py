@@ -185,7 +185,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         self._hpo_drawn = (0, 0)  # an optimiser step, and the micro-batches of it that have drawn
 
     def _seed(self) -> int:
-        """Another one in each micro-batch and process, the same after a resumption; evaluation changes none."""
+        """A seed for each micro-batch and process, the same one in a resumed run; evaluation takes none away."""
         step, (last, drawn) = int(self.state.global_step), self._hpo_drawn
         drawn = drawn if step == last else 0
         if self.model.training:

@@ -57,7 +57,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def is_seen(tensor: torch.Tensor) -> bool:
-    """The same of a call that has passed all transforms, such as one inside a node."""
+    """Whether a tracer, a mode or the tensor's class must see a call behind all transforms, as inside a node."""
     return is_compiling() or _is_tracing() or type(tensor) not in _PLAIN or _dispatch_modes() > 0
 
 

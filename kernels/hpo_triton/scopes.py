@@ -67,25 +67,19 @@ def _count_digit(
 
 
 @triton.jit
-def _select(
-    values, mask, offsets, order, first, end, selected, segments, tokens, least, needed, SELECTS: tl.constexpr
-):  # fmt: skip
+def _select(values, mask, offsets, order, first, end, selected, segments, tokens, least, needed):
     """Selects the scores above the key ``least`` and the first ``needed`` of those with this key, in the order of the
-    list, and returns the number of the latter. Without SELECTS it only counts."""
-    ties = tl.zeros([STEP], tl.int64)
+    list."""
     for place in range(first, end):
         segment = _segment(offsets, order, place, segments, tokens)
         for start in range(segment.begin, segment.end, STEP):
             token, valid, x = _load_step(values, mask, start, segment.end)
             key = order_key(x + 0.0)
             tied = (key == least).to(tl.int64)
-            ties += tied
-            if SELECTS:
-                before = tl.cumsum(tied, 0) - tied
-                greater = (key ^ -0x80000000) > (least ^ -0x80000000)  # in the order of unsigned keys
-                tl.store(selected + token, (greater & is_finite(x)) | ((tied > 0) & (before < needed)), mask=valid)
-                needed -= tl.sum(tied)
-    return tl.sum(ties)
+            before = tl.cumsum(tied, 0) - tied
+            greater = (key ^ -0x80000000) > (least ^ -0x80000000)  # in the order of unsigned keys
+            tl.store(selected + token, (greater & is_finite(x)) | ((tied > 0) & (before < needed)), mask=valid)
+            needed -= tl.sum(tied)
 
 
 @kernel
@@ -129,7 +123,7 @@ def _scan_scopes(
         tl.store(counts + 2 * scope + 1, errors)
     elif wanted > 0:
         needed = tl.sum(tl.where(tl.arange(0, BINS) == digit, histogram, 0)) - rank
-        _select(values, mask, offsets, order, first, end, selected, segments, tokens, least, needed, SELECTS=True)
+        _select(values, mask, offsets, order, first, end, selected, segments, tokens, least, needed)
 
 
 @triton.jit
@@ -197,10 +191,12 @@ def _scan_only_scope(
                 tl.store(counts, n)
                 tl.store(counts + 1, tl.load(histograms + 3 * BINS))
         elif wanted > 0:
-            if AT == 3:
-                own = _select(
-                    values, mask, offsets, order, first, end, None, segments, tokens, prefix, 0, SELECTS=False
+            if AT == 3:  # counts the last digit of its own share once more
+                kept = (prefix >> 10) & 0x3FFFFF
+                found, _ = _count_digit(
+                    values, mask, offsets, order, first, end, segments, tokens, kept, SHIFT=0, BITS=10
                 )
+                own = tl.sum(tl.where(tl.arange(0, BINS) == (prefix & 1023), found, 0))
                 tl.store(ties + program, own)
             else:
                 tied = tl.load(histograms + 2 * BINS + (prefix & 1023))
@@ -209,9 +205,7 @@ def _scan_only_scope(
                     each = other + tl.arange(0, PROGRAMS)
                     before += tl.load(ties + each, mask=each < program, other=0)
                 needed = tied - rank - tl.sum(before)
-                _select(
-                    values, mask, offsets, order, first, end, selected, segments, tokens, prefix, needed, SELECTS=True
-                )
+                _select(values, mask, offsets, order, first, end, selected, segments, tokens, prefix, needed)
 
 
 def order_statistics(

@@ -109,10 +109,15 @@ def test_equals_areal_with_its_rejections(fields, rejection, packed, areal):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_logs_proximal_policies_and_versions_as_areal(packed, method, areal):
     made = importlib.import_module("areal.api.cli_args").RejectionSamplingConfig(**REJECTIONS["tokens"])
-    told = {"current_version": 3, "prox_logp_method": method, "rejection_sampling": made, "use_decoupled_loss": True}
+    settings = {
+        "current_version": 3,
+        "prox_logp_method": method,
+        "rejection_sampling": made,
+        "use_decoupled_loss": True,
+    }
     scope = areal.stats_tracker.scope
     with mock.patch.object(areal.stats_tracker, "scope", side_effect=scope) as scopes:
-        compared(areal, Batch(), packed, {**CLIP, **told})
+        compared(areal, Batch(), packed, {**CLIP, **settings})
     assert [each.args for each in scopes.call_args_list] == 2 * [("compute_logp",), ("version_stats",)]
 
 

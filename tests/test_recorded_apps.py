@@ -98,7 +98,7 @@ def test_a_trajectory_of_art_is_its_group_id():
 @pytest.mark.parametrize(
     ("gate", "settings", "said"),
     [
-        ("icepop", {}, "ART tells its loss one old policy"),
+        ("icepop", {}, "ART passes its loss one old policy"),
         ("kl_cov", {}, "needs"),
         ("ppo_clip", {"epsilon": 0.1}, "epsilon: no effect"),
         ("ppo_clip", {"ppo": True, "importance_sampling_level": "sequence"}, "ppo, importance_sampling_level: no"),

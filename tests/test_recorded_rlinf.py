@@ -13,12 +13,12 @@ from hpo_core import gates
 RLINF_MODES = ("masked_mean", "seq_mean_token_sum", "seq_mean_token_mean")
 
 
-def of_rlinf(logp, old, advantages, *, name="hpo_actor", mode=None, **told):
+def of_rlinf(logp, old, advantages, *, name="hpo_actor", mode=None, **settings):
     registered, functions = {}, {each: object() for each in RLINF_MODES}
     registry = {"register_policy_loss": lambda name: lambda loss: registered.update({name: loss})}
-    critic = {"compute_ppo_critic_loss": lambda **told: (told["values"].sum(), {"critic/value_loss": 7.0})}
-    told = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "task_type": "reasoning", **told}
-    told |= {} if mode is None else {"loss_agg_func": functions[mode]}
+    critic = {"compute_ppo_critic_loss": lambda **settings: (settings["values"].sum(), {"critic/value_loss": 7.0})}
+    settings = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "task_type": "reasoning", **settings}
+    settings |= {} if mode is None else {"loss_agg_func": functions[mode]}
     with modules(rlinf__algorithms__registry=registry, rlinf__algorithms__losses=critic, rlinf__utils__utils=functions):
         integration("rlinf").register()
         return registered[name](
@@ -27,7 +27,7 @@ def of_rlinf(logp, old, advantages, *, name="hpo_actor", mode=None, **told):
             advantages=advantages,
             loss_type=name,
             fast_path_zero_loss_mask=True,
-            **told,
+            **settings,
         )
 
 
@@ -69,13 +69,13 @@ def test_rlinfs_chunks_of_actions(shape, episode, monkeypatch):
     logp = old + 0.4 * torch.randn(shape, generator=draw)
     advantages, mask = torch.randn(of_chunks, generator=draw), torch.rand(of_chunks, generator=draw) < 0.8
     sums = torch.randint(1, 9, of_chunks, generator=draw)
-    told = {"loss_mask": mask, "loss_mask_sum": sums, "max_episode_steps": episode, "task_type": "embodied"}
+    settings = {"loss_mask": mask, "loss_mask_sum": sums, "max_episode_steps": episode, "task_type": "embodied"}
 
     def theirs(logp):
         terms = masked(clipped(logp, old, advantages), mask)
         return terms.sum() / mask.sum() if episode is None else (terms / (sums / episode)).mean()
 
-    equal(lambda logp: of_rlinf(logp, old, advantages, **told), theirs, logp)
+    equal(lambda logp: of_rlinf(logp, old, advantages, **settings), theirs, logp)
 
 
 def test_rlinfs_micro_batch_without_valid_tokens_adds_nothing(monkeypatch):
@@ -90,9 +90,9 @@ def test_rlinfs_micro_batch_without_valid_tokens_adds_nothing(monkeypatch):
 def test_rlinfs_episodes_without_a_mask_have_the_mean_over_tokens(monkeypatch):
     monkeypatch.setenv("HPO_GATE", "ppo_clip")
     batch = Batch(per_token=True)
-    told = {"loss_mask_sum": batch.mask.sum(1, keepdim=True), "max_episode_steps": 10}
+    settings = {"loss_mask_sum": batch.mask.sum(1, keepdim=True), "max_episode_steps": 10}
     equal(
-        lambda logp: of_rlinf(logp, batch.old, batch.advantages, **told)[0],
+        lambda logp: of_rlinf(logp, batch.old, batch.advantages, **settings)[0],
         lambda logp: clipped(logp, batch.old, batch.advantages).mean(),
         batch.logp,
     )
@@ -103,21 +103,21 @@ def test_rlinfs_critic_and_its_warm_up(monkeypatch):
     batch, values = Batch(), torch.tensor([2.0, 3.0])
     arguments = (batch.logp, batch.old, batch.advantages)
     expected = hpo.policy_loss(*arguments, batch.mask, gates.gspo(0.05, 0.06), advantage_level="token").loss
-    told = {"name": "hpo_actor_critic", "loss_mask": batch.mask, "values": values}
-    loss, logged = of_rlinf(*arguments, **told)
+    settings = {"name": "hpo_actor_critic", "loss_mask": batch.mask, "values": values}
+    loss, logged = of_rlinf(*arguments, **settings)
     torch.testing.assert_close(loss, expected + 5)
     assert logged["critic/value_loss"] == 7 and logged["actor/policy_loss"] == expected
     loss, logged = of_rlinf(*arguments, loss_mask=batch.mask)
     loss /= 4
     assert logged["actor/policy_loss"] == expected
-    assert of_rlinf(*arguments, critic_warmup=True, **told)[0] == 5
+    assert of_rlinf(*arguments, critic_warmup=True, **settings)[0] == 5
 
 
 @pytest.mark.parametrize(
-    ("gate", "told", "said"),
+    ("gate", "settings", "message"),
     [
         ("", {}, "HPO_GATE: expected a gate, .* export it before ray start"),
-        ("icepop", {}, "RLinf tells its loss one old policy"),
+        ("icepop", {}, "RLinf passes its loss one old policy"),
         ("gspo", {"clip_ratio_high": 0.28}, "clip_ratio_high: the gate 'gspo' does not read it; got 0.28"),
         ("dapo", {"clip_ratio_c": 2.0}, "clip_ratio_c: the gate 'dapo' does not read it; got 2.0"),
         ("dapo", {"clip_log_ratio_max": 5.0}, "clip_log_ratio_max: the gate 'dapo' does not read it"),
@@ -130,8 +130,8 @@ def test_rlinfs_critic_and_its_warm_up(monkeypatch):
         ("dapo", {"loss_agg_func": sum}, "loss_agg_func: expected one of RLinf's three"),
     ],
 )
-def test_rlinf_refuses_by_name(gate, told, said, monkeypatch):
+def test_rlinf_refuses_by_name(gate, settings, message, monkeypatch):
     monkeypatch.setenv("HPO_GATE", gate)
     batch = Batch()
-    with pytest.raises(ValueError, match=said):
-        of_rlinf(batch.logp, batch.old, batch.advantages, **told)
+    with pytest.raises(ValueError, match=message):
+        of_rlinf(batch.logp, batch.old, batch.advantages, **settings)

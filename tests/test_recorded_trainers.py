@@ -164,7 +164,7 @@ def test_easyr1_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
     with pytest.raises(ValueError, match="clip_ratio_high: the gate 'gspo' does not read it; got 0"):
         of_easyr1(batch, batch.logp, clip_ratio_high=0.2)
     monkeypatch.setenv("HPO_GATE", "icepop")
-    with pytest.raises(ValueError, match="EasyR1 tells its loss no sampler"):
+    with pytest.raises(ValueError, match="EasyR1 passes its loss no log-probabilities"):
         of_easyr1(batch, batch.logp)
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_type"):

@@ -77,7 +77,7 @@ class Runs:
         )  # fmt: skip
 
 
-def of_worker(runs, *, key="hpo_steps", told=lambda steps: steps):
+def of_worker(runs, *, key="hpo_steps", sent=lambda steps: steps):
     """The rows as verl's agent loop worker hands them to ``RayPPOTrainer``, with what its driver adds."""
     inputs = []
     for run, (mask,) in enumerate(runs.masks):
@@ -86,7 +86,7 @@ def of_worker(runs, *, key="hpo_steps", told=lambda steps: steps):
             "response_mask": torch.tensor([mask]), "attention_mask": torch.ones(1, PROMPT + LENGTH).long(),
             "input_ids": torch.ones(1, PROMPT + LENGTH).long(), "reward_score": runs.rewards[run],
             "position_ids": torch.arange(PROMPT + LENGTH)[None], "metrics": agent_loop.AgentLoopMetrics(),
-            "extra_fields": runs.output(run, 0, **{key: told(runs.steps[run][0])}).extra_fields,
+            "extra_fields": runs.output(run, 0, **{key: sent(runs.steps[run][0])}).extra_fields,
         }  # fmt: skip
         inputs.append(agent_loop.module()._InternalAgentLoopOutput(**fields))
     worker = SimpleNamespace(reward_loop_worker_handles=None)
@@ -109,15 +109,15 @@ def test_turns_get_the_advantages_of_their_steps(name, seed):
 def test_steps_may_keep_their_class_or_lose_it():
     runs = Runs(1)
     expected = torch.tensor(runs.expected(advantages.gigpo))[:, 0]
-    for told in (lambda steps: [Step(*each) for each in steps], lambda steps: [list(each) for each in steps]):
-        data = ray_trainer.compute_advantage(of_worker(runs, told=told), adv_estimator="hpo_gigpo", config={})
+    for sent in (lambda steps: [Step(*each) for each in steps], lambda steps: [list(each) for each in steps]):
+        data = ray_trainer.compute_advantage(of_worker(runs, sent=sent), adv_estimator="hpo_gigpo", config={})
         assert torch.equal(data.batch["advantages"], expected)
 
 
 def test_gamma_is_verl_s_where_it_is_set():
     for gamma, expected in ((1.0, advantages.gigpo), (0.5, functools.partial(advantages.gigpo, gamma=0.5))):
-        told = {"adv_estimator": "hpo_gigpo", "config": {"gamma": gamma}}
-        found = ray_trainer.compute_advantage(of_worker(Runs(2)), **told).batch["advantages"]
+        sent = {"adv_estimator": "hpo_gigpo", "config": {"gamma": gamma}}
+        found = ray_trainer.compute_advantage(of_worker(Runs(2)), **sent).batch["advantages"]
         assert torch.equal(found, torch.tensor(Runs(2).expected(expected))[:, 0])
 
 
@@ -137,20 +137,23 @@ def test_a_number_may_be_fixed():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"key": "observations"}, r"^adv_estimator: 'hpo_gigpo' compares steps by .* row 0 tells no hpo_steps; return"),
-        ({"told": lambda steps: None}, r"AgentLoopOutput\(\.\.\., extra_fields=\{'hpo_steps': \[\(observation, rew"),
-        ({"told": lambda steps: steps + steps[:1]}, r"^steps\[0\]: expected \d steps, got \d; a turn is a run of"),
-        ({"told": lambda steps: [each[0] for each in steps]}, r"^steps\[0\]\[0\]: expected Step\(observation, reward"),
+        (
+            {"key": "observations"},
+            r"^adv_estimator: 'hpo_gigpo' compares steps by .* row 0 reports no hpo_steps; return",
+        ),
+        ({"sent": lambda steps: None}, r"AgentLoopOutput\(\.\.\., extra_fields=\{'hpo_steps': \[\(observation, rew"),
+        ({"sent": lambda steps: steps + steps[:1]}, r"^steps\[0\]: expected \d steps, got \d; a turn is a run of"),
+        ({"sent": lambda steps: [each[0] for each in steps]}, r"^steps\[0\]\[0\]: expected Step\(observation, reward"),
     ],
 )
-def test_what_an_agent_loop_must_tell(changed, message):
+def test_refuses_incomplete_reports_of_agent_loops(changed, message):
     with pytest.raises((ValueError, TypeError), match=message):
         ray_trainer.compute_advantage(of_worker(Runs(0), **changed), adv_estimator="hpo_gigpo", config={})
 
 
-def test_what_is_told_counts_for_one_call():
+def test_reports_count_for_one_call():
     ray_trainer.compute_advantage(of_worker(Runs(0)), adv_estimator="hpo_gigpo", config={})
-    with pytest.raises(ValueError, match="tells no hpo_steps"):
+    with pytest.raises(ValueError, match="reports no hpo_steps"):
         ray_trainer.compute_advantage(of_worker(Runs(0), key="x"), adv_estimator="hpo_gigpo", config={})
 
 
@@ -234,9 +237,9 @@ def test_bypass_mode_leaves_a_correction_nothing(monkeypatch):
             )
         )
 
-    for told in (trainer("clips", bypass_mode=True), trainer("corrects"), trainer("corrects", bypass_mode=False)):
+    for each in (trainer("clips", bypass_mode=True), trainer("corrects"), trainer("corrects", bypass_mode=False)):
         with pytest.raises(AttributeError, match="keys"):  # of a batch that is None
-            v1.PPOTrainer._compute_advantage(told, None, {})
+            v1.PPOTrainer._compute_advantage(each, None, {})
     with pytest.raises(ValueError, match=r"^algorithm\.rollout_correction\.bypass_mode: .*'corrects'"):
         v1.PPOTrainer._compute_advantage(trainer("corrects", bypass_mode=True), None, {})
 

@@ -85,8 +85,8 @@ def grpo_loss_fn(
     )  # fmt: skip
     if m2_threshold is not None:
         mask = actor._apply_m2po_masking(behaviour, proximal, mask, m2_threshold)
-    told = environment_gate_beside("AReaL", fields, _UNSET)
-    gate = _described(fields, sapo_tau_pos, sapo_tau_neg, use_decoupled_loss) if told is None else told
+    chosen = environment_gate_beside("AReaL", fields, _UNSET)
+    gate = _described(fields, sapo_tau_pos, sapo_tau_neg, use_decoupled_loss) if chosen is None else chosen
     # without it AReaL gives prox_logp and logprobs the same values
     coupled = "" if use_decoupled_loss else "with actor.use_decoupled_loss=false there is one old policy"
     check_gate(gate, "AReaL", one_policy=coupled)
@@ -111,7 +111,7 @@ def grpo_loss_fn(
         actor.stats_tracker.scalar(rs_filtered_fraction=found.filtered_fraction)
     batch = padded_rows(kept, gate) if cu is None else packed_rows(cu, kept, gate)
     advantages, level = input_data["advantages"].float(), "token"
-    if told is None and importance_sampling_level == "sequence":
+    if chosen is None and importance_sampling_level == "sequence":
         advantages, level = _row_means(advantages, kept, batch), "row"
     # AReaL's engine weighs micro-batches by their tokens before a rejection
     weights = aggregation.token_mean(batch, total=mask.sum(), ranks=1)
@@ -214,8 +214,8 @@ def _actor(name: str) -> Any:
         install()
         super(made, self).__init__(*args, **keywords)
 
-    told = {"__init__": build, "__module__": __name__, "__doc__": f"AReaL's {name} with the loss of hpo_core."}
-    made: Any = type(f"HPO{name}", (base,), told)
+    members = {"__init__": build, "__module__": __name__, "__doc__": f"AReaL's {name} with the loss of hpo_core."}
+    made: Any = type(f"HPO{name}", (base,), members)
     return made
 
 

@@ -32,7 +32,7 @@ _SILENCED = (
 def use(backend: Any, gate: RatioGate | str) -> None:
     """Let this process train with the gate; ``backend``: its ``LocalBackend(in_process=True)``, or ART's
     ``TinkerBackend`` alike. A later call replaces the gate, of every backend of the process."""
-    made = served_gate(gate, "ART", one_policy="ART tells its loss one old policy")
+    made = served_gate(gate, "ART", one_policy="ART passes its loss one old policy")
     check(getattr(backend, "_in_process", False), "backend: expected in_process=True, got {}", type(backend).__name__)
     for name in ("art.unsloth.train", "art.tinker.service"):
         after_import(name, lambda module: setattr(module, "loss_fn", functools.partial(loss_fn, gate=made)))
@@ -44,8 +44,8 @@ def loss_fn(
 ) -> Any:  # fmt: skip
     """The function that ART calls with ``[B, L]`` log-probabilities; returns its ``Loss``. It refuses settings without
     effect."""
-    told = [name for name in _SILENCED if experimental_config.get(name) not in (None, False, 0.0, "token")]
-    check(not told, "{}: no effect beside the gate {!r}; leave it out", ", ".join(told), gate.name)
+    silent = [name for name in _SILENCED if experimental_config.get(name) not in (None, False, 0.0, "token")]
+    check(not silent, "{}: no effect beside the gate {!r}; leave it out", ", ".join(silent), gate.name)
     given, ours = inputs.align_inputs(), importlib.import_module("art.loss")
     mask, ids = given.assistant_mask.bool(), given.group_ids
     old = torch.where(given.old_logprobs.isfinite(), given.old_logprobs, new_logprobs.detach())  # as ART has it

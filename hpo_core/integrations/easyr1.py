@@ -55,7 +55,7 @@ def compute_policy_loss(
     gate = environment_gate_beside("EasyR1", fields, _UNSET)
     if gate is None:
         gate = _described(loss_type, clip_ratio_low, clip_ratio_high, clip_ratio_dual, tau_positive, tau_negative)
-    check_gate(gate, "EasyR1", one_policy="EasyR1 tells its loss no sampler")
+    check_gate(gate, "EasyR1", one_policy="EasyR1 passes its loss no log-probabilities of the sampler")
     check_choice("loss_avg_mode", loss_avg_mode, ("token", "seq"))
     batch = padded_rows(response_mask, gate)
     mode = "token-mean" if loss_avg_mode == "token" else "seq-mean-token-mean"
@@ -93,7 +93,7 @@ def launch() -> None:
     Raises:
         ValueError: a gate that the workers would refuse.
     """
-    check_environment_gate("EasyR1", one_policy="EasyR1 tells its loss no sampler")
+    check_environment_gate("EasyR1", one_policy="EasyR1 passes its loss no log-probabilities of the sampler")
     run_under_ray("verl.trainer.main", _HOOK)
 
 

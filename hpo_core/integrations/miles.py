@@ -32,13 +32,13 @@ def loss(
         ValueError: a call that :func:`hpo_core.integrations.slime.loss` refuses; a batch without ``rollout_mask_sums``.
     """
     miles = importlib.import_module("miles.backends.training_utils.loss_hub.losses")
-    told = {name: value for name, value in batch.items() if value is not None}
+    tensors = {name: value for name, value in batch.items() if value is not None}
     check(
-        "rollout_mask_sums" in told,
+        "rollout_mask_sums" in tensors,
         "batch: expected 'rollout_mask_sums', the tokens of each sample's rollout, as miles counts them; got {}",
-        ", ".join(sorted(told)),
+        ", ".join(sorted(tensors)),
     )
-    lengths = told.get("max_seq_lens")
+    lengths = tensors.get("max_seq_lens")
     entropy_counts = args.entropy_coef != 0
 
     def scores(logits: torch.Tensor, *, with_entropy: bool, **keywords: Any) -> tuple[None, dict[str, Any]]:
@@ -60,7 +60,7 @@ def loss(
 
     theirs = SimpleNamespace(
         get_log_probs_and_entropy=scores, get_rollout_top_p_logprob_kwargs=lambda *_: {},
-        vanilla_tis_function=lambda **told: correction(None)(**told), load_function=correction,
+        vanilla_tis_function=lambda **arguments: correction(None)(**arguments), load_function=correction,
         get_sum_of_sample_mean=reducer, compute_approx_kl=miles.compute_approx_kl,
     )  # fmt: skip
-    return reduced_loss(theirs, "miles", args, told, logits, sum_of_sample_mean)
+    return reduced_loss(theirs, "miles", args, tensors, logits, sum_of_sample_mean)

@@ -113,8 +113,8 @@ class PackedLoss:
 
 
 def _gate(config: Any) -> RatioGate:
-    told = environment_gate_beside("open-instruct", {name: getattr(config, name) for name in _UNSET}, _UNSET)
-    gate = _described(config) if told is None else told
+    chosen = environment_gate_beside("open-instruct", {name: getattr(config, name) for name in _UNSET}, _UNSET)
+    gate = _described(config) if chosen is None else chosen
     anchored = "with --use_vllm_logprobs there is one old policy" if config.use_vllm_logprobs else ""
     check_gate(gate, "open-instruct", one_policy=anchored)
     check(

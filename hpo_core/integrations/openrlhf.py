@@ -63,30 +63,30 @@ class HPOPolicyLoss(torch.nn.Module):
             "clip_eps_low": clip_eps_low, "clip_eps_high": clip_eps_high, "dual_clip": dual_clip,
             "policy_loss_type": policy_loss_type,
         }  # fmt: skip
-        told = named_gate(self.gate) if self.gate is not None else environment_gate()
+        gate = named_gate(self.gate) if self.gate is not None else environment_gate()
         self.per_token = token_level_loss
         self.anchors_sampler = False
         self.correction: tuple[str, str, str, float, float] | None = None
-        if told is not None:
-            check_unread(told, "OpenRLHF", flags, _UNSET, " or take HPO_GATE away")
+        if gate is not None:
+            check_unread(gate, "OpenRLHF", flags, _UNSET, " or take HPO_GATE away")
         elif policy_loss_type == "gspo":
-            told = sequence_clip(clip_eps_low, clip_eps_high, dual_clip)
+            gate = sequence_clip(clip_eps_low, clip_eps_high, dual_clip)
             self.per_token, self.anchors_sampler = False, is_correction_level != "off"
         else:
             check_choice("policy_loss_type", policy_loss_type, ("ppo", "gspo"))
-            told = gates.ppo_clip(clip_eps_low, clip_eps_high, ratio_dual=dual_clip)
-        check_gate(told, "OpenRLHF")
+            gate = gates.ppo_clip(clip_eps_low, clip_eps_high, ratio_dual=dual_clip)
+        check_gate(gate, "OpenRLHF")
         _check_correction(is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold)
         check(
-            not told.needs_rollout,
+            not gate.needs_rollout,
             "gate: {!r} corrects by the sampler's log-probabilities, which OpenRLHF asks for under "
             "--algo.advantage.is_correction_level alone; set that beside a gate without a correction of its own",
-            told.name,
+            gate.name,
         )
         if is_correction_level != "off" and not self.anchors_sampler:
             low, high = is_correction_threshold
             self.correction = (is_correction_level, is_correction_mode, is_correction_gating, low, high)
-        self.used = told
+        self.used = gate
 
     def forward(
         self,

@@ -65,15 +65,15 @@ def settings_of(estimator: Callable[..., torch.Tensor], gamma: float, scaled: bo
     >>> settings_of(advantages.gigpo, 0.9, False, "norm"), settings_of(advantages.gigpo, 1.0, True, "norm")
     ({'gamma': 0.9, 'scaled': False}, {})
     """
-    said = name_of(estimator)
+    used = name_of(estimator)
     check(
-        scaled or said not in _DIVIDING,
+        scaled or used not in _DIVIDING,
         "{}: {} divides by a deviation whatever it says; leave it at True, or take hpo_dr_grpo",
         name,
-        said,
+        used,
     )
-    told = ({} if gamma == 1 else {"gamma": gamma}) | ({} if scaled else {"scaled": False})
-    return accepted_keywords(estimator, **told)
+    settings = ({} if gamma == 1 else {"gamma": gamma}) | ({} if scaled else {"scaled": False})
+    return accepted_keywords(estimator, **settings)
 
 
 def prompt_advantages(
@@ -109,9 +109,9 @@ def prompt_advantages(
     asked = dict(settings) if backend is None else {**settings, "backend": backend}
 
     def called(rewards: torch.Tensor, lengths: torch.Tensor, of: torch.Tensor | slice) -> torch.Tensor:
-        told = {"group_ids": groups[of], "lengths": lengths[of].float(), "batch": PackedBatch.from_padded(mask[of])}
+        known = {"group_ids": groups[of], "lengths": lengths[of].float(), "batch": PackedBatch.from_padded(mask[of])}
         flat = rewards[of].flatten()
-        return estimator(flat, **accepted_keywords(estimator, flat, **told, **asked))
+        return estimator(flat, **accepted_keywords(estimator, flat, **known, **asked))
 
     if level_of(estimator) == "token":
         batch, rewards = PackedBatch.from_padded(mask), torch.where(mask, token_level_rewards, 0.0).flatten()

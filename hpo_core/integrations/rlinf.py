@@ -56,7 +56,7 @@ def actor(
     gate = environment_gate_beside("RLinf", {name: value for name, value in given.items() if value is not None}, _UNSET)
     check(gate is not None, "{}: expected a gate, such as 'dapo()', got none; export it before ray start", VARIABLE)
     assert gate is not None
-    check_gate(gate, "RLinf", one_policy="RLinf tells its loss one old policy")
+    check_gate(gate, "RLinf", one_policy="RLinf passes its loss one old policy")
     check_proportional(gate, "RLinf multiplies importance_sampling_fix and loss_scales into advantages")
     check(
         task_type != "embodied" or not gate.units,
@@ -94,10 +94,10 @@ def actor(
     }
 
 
-def actor_critic(**told: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def actor_critic(**arguments: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """:func:`actor` and RLinf's own loss of the critic."""
-    loss, logged = actor(**told)
-    critic, seen = importlib.import_module("rlinf.algorithms.losses").compute_ppo_critic_loss(**told)
+    loss, logged = actor(**arguments)
+    critic, seen = importlib.import_module("rlinf.algorithms.losses").compute_ppo_critic_loss(**arguments)
     return loss + critic, {**logged, **seen}
 
 

@@ -32,7 +32,7 @@ def check_gate(gate: RatioGate, trainer: str, *, groups: bool = False, one_polic
     for unit in sorted(gate.units):
         check(
             unit in (Unit.STEP, Unit.TRAJECTORY) or (groups and unit is Unit.GROUP),
-            "gate: {!r} works on the level of {}s, and {} tells its loss {}; take a gate of tokens, steps or "
+            "gate: {!r} works on the level of {}s, and {} passes its loss {}; take a gate of tokens, steps or "
             "trajectories, or call hpo_core.policy_loss in a loop of your own",
             gate.name,
             unit.name.lower(),
@@ -75,9 +75,9 @@ def served_gate(gate: RatioGate | str, trainer: str, **served: Any) -> RatioGate
 
 def check_environment_gate(trainer: str, **served: Any) -> None:
     """:func:`check_gate` of the gate of ``HPO_GATE``, if there is one, before processes that would refuse it start."""
-    told = environment_gate()
-    if told is not None:
-        check_gate(told, trainer, **served)
+    chosen = environment_gate()
+    if chosen is not None:
+        check_gate(chosen, trainer, **served)
 
 
 def check_registered(gate: Any, config: str) -> None:
@@ -110,10 +110,10 @@ def check_unread(
 
 def environment_gate_beside(trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any]) -> RatioGate | None:
     """:func:`environment_gate`; beside a gate, settings of the trainer that it would silence are refused."""
-    told = environment_gate()
-    if told is not None:
-        check_unread(told, trainer, given, unset, f" or take {VARIABLE} away")
-    return told
+    chosen = environment_gate()
+    if chosen is not None:
+        check_unread(chosen, trainer, given, unset, f" or take {VARIABLE} away")
+    return chosen
 
 
 def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: str) -> None:

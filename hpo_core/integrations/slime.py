@@ -58,10 +58,10 @@ def reduced_loss(
         "custom_pg_loss_reducer_function_path: hpo_core weighs whole responses, expected None, got {!r}; leave it out",
         reducer,
     )
-    told = environment_gate_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
-    gate = _described(args) if told is None else told
+    chosen = environment_gate_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
+    gate = _described(args) if chosen is None else chosen
     check(
-        told is None or args.advantage_estimator not in ("gspo", "cispo"),
+        chosen is None or args.advantage_estimator not in ("gspo", "cispo"),
         "advantage_estimator: {!r} has grpo's advantages and a loss that the gate {!r} replaces; set it to grpo",
         args.advantage_estimator,
         gate.name,

@@ -48,9 +48,9 @@ def custom_loss(
     def loss(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         check(len(data) > 0, "data: expected datums, got none")
         pairs = zip(data, logprobs, strict=True)
-        told = [{"mask": torch.ones_like(each), **datum.loss_fn_inputs} for datum, each in pairs]
+        of_datums = [{"mask": torch.ones_like(each), **datum.loss_fn_inputs} for datum, each in pairs]
         sizes = [each.numel() for each in logprobs]
-        old, advantages, mask = (_field(told, name, sizes) for name in ("logprobs", "advantages", "mask"))
+        old, advantages, mask = (_field(of_datums, name, sizes) for name in ("logprobs", "advantages", "mask"))
         mask = mask != 0
         lengths = torch.tensor([0, *(len(each) for each in logprobs)], device=old.device)
         ids = None
@@ -73,9 +73,9 @@ def custom_loss(
     return loss
 
 
-def _field(told: Sequence[Mapping[str, Any]], name: str, sizes: Sequence[int]) -> torch.Tensor:
+def _field(of_datums: Sequence[Mapping[str, Any]], name: str, sizes: Sequence[int]) -> torch.Tensor:
     parts = []
-    for at, (inputs, size) in enumerate(zip(told, sizes, strict=True)):
+    for at, (inputs, size) in enumerate(zip(of_datums, sizes, strict=True)):
         check(name in inputs, "loss_fn_inputs: expected {!r} in each datum", name)
         value = inputs[name]
         value = value.to_torch() if hasattr(value, "to_torch") else value

@@ -33,8 +33,8 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
 
     Args:
         gate: a text as in ``HPO_GATE``.
-        loss_agg_mode: one of Trinity-RFT's four, over the micro-batch, as there: Trinity-RFT tells its losses no counts
-            of the step, so its gradient grows with the number of micro-batches (docs/trainer_differences.md).
+        loss_agg_mode: one of Trinity-RFT's four, over the micro-batch, as there: Trinity-RFT passes its losses no
+            counts of the step, so its gradient grows with the number of micro-batches (docs/trainer_differences.md).
 
     Raises:
         ValueError: a gate that needs an input that Trinity-RFT does not give its loss; arguments without
@@ -43,7 +43,8 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
 
     def __init__(self, backend: str = "verl", gate: str = "ppo_clip", loss_agg_mode: str = "") -> None:
         super().__init__(backend=backend)
-        self.gate = served_gate(gate, "Trinity-RFT", one_policy="Trinity-RFT tells its loss no sampler")
+        why = "Trinity-RFT passes its loss no log-probabilities of the sampler"
+        self.gate = served_gate(gate, "Trinity-RFT", one_policy=why)
         self.loss_agg_mode = loss_agg_mode
         check(loss_agg_mode != "", "loss_agg_mode: expected one in policy_loss_fn_args, where Trinity-RFT writes "
               "algorithm.loss_agg_mode over it, got none; name the same in both")  # fmt: skip
@@ -66,8 +67,8 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
         out = token_loss(logprob, old_logprob, advantages, batch, self.gate, weights_of(self.loss_agg_mode, batch))
         seen = fractions(out.metrics, self.gate)
         names = {"clipped": "pg_clipfrac", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}
-        told = {names.get(name, f"hpo_{name}"): value for name, value in seen.items() if name != "tokens"}
-        return out.loss, {**told, "pg_loss": float(out.loss.detach())}
+        logged = {names.get(name, f"hpo_{name}"): value for name, value in seen.items() if name != "tokens"}
+        return out.loss, {**logged, "pg_loss": float(out.loss.detach())}
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from .entropy_methods import (
     selection_tensors,
 )
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
-from .trl_config import check_config, check_unchanged, gate_from_config, said_by, told_by
+from .trl_config import check_config, check_unchanged, gate_from_config, arguments_from, settings_of
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
 from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, advantages_of, domain_ids_of, mask_of, sampler_of
@@ -157,9 +157,9 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         pillars = {"gate": gate, "advantage": advantage, "window": window, "entropy": entropy}
         config, given = self.args, tuple(name for name, value in pillars.items() if value is not None)
         check_config(config, given)
-        self._hpo_told, self._hpo_given = told_by(self), given
-        said = {"gate": gate, "window": window} | said_by(self._hpo_told, given)
-        gate, window, kl = said["gate"], said["window"], said["kl"]
+        self._hpo_settings, self._hpo_given = settings_of(self), given
+        chosen = {"gate": gate, "window": window} | arguments_from(self._hpo_settings, given)
+        gate, window, kl = chosen["gate"], chosen["window"], chosen["kl"]
         assert gate is not None
         if entropy is not None:
             check_entropy(entropy, self.accelerator.num_processes, "window", "set beta > 0" if kl is None else "")
@@ -302,10 +302,10 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
 
     def _read_config(self) -> None:
         """Follow the changes by callbacks since the last micro-batch, as TRL's own loss does."""
-        told = told_by(self)
-        if told != self._hpo_told:
-            check_unchanged(told, self._hpo_told, self._hpo_given)
-            self._hpo, self._hpo_told = self._hpo._replace(**said_by(told, self._hpo_given)), told
+        settings = settings_of(self)
+        if settings != self._hpo_settings:
+            check_unchanged(settings, self._hpo_settings, self._hpo_given)
+            self._hpo, self._hpo_settings = self._hpo._replace(**arguments_from(settings, self._hpo_given)), settings
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         self._read_config()

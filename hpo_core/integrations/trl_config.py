@@ -37,37 +37,37 @@ _KEPT = (
 _READ = (*REPLACED["gate"], "loss_type", "beta", "use_bias_correction_kl", *_KEPT[-3:])
 
 
-def told_by(trainer: Any) -> dict[str, Any]:
+def settings_of(trainer: Any) -> dict[str, Any]:
     """The settings that TRL's loss reads of a trainer now, by field of ``GRPOConfig``: callbacks may change it during
     the training, on the trainer or, for the rest of the fields, on ``trainer.args``."""
-    told = {name: getattr(trainer if name in _KEPT else trainer.args, name) for name in _READ}
-    return told | {"epsilon": trainer.epsilon_low}
+    settings = {name: getattr(trainer if name in _KEPT else trainer.args, name) for name in _READ}
+    return settings | {"epsilon": trainer.epsilon_low}
 
 
-def said_by(told: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """The ``kl``, and the ``gate`` and ``window`` that no argument ``given`` replaces, as the fields ``told`` say."""
-    config = SimpleNamespace(**told)
+def arguments_from(settings: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The ``kl``, and the ``gate`` and ``window`` that no argument ``given`` replaces, as the ``settings`` say."""
+    config = SimpleNamespace(**settings)
     _check_loss(config, "gate" in given)
     bias = "importance" if config.use_bias_correction_kl else "value"
-    said: dict[str, Any] = {"kl": k3(config.beta, gradient=bias) if config.beta != 0.0 else None}
+    arguments: dict[str, Any] = {"kl": k3(config.beta, gradient=bias) if config.beta != 0.0 else None}
     if "gate" not in given:
-        said["gate"] = gate_from_config(config)
+        arguments["gate"] = gate_from_config(config)
     if "window" not in given and "entropy" not in given:
         quantile = config.top_entropy_quantile
-        said["window"] = forking_tokens(quantile, scope="call") if quantile < 1.0 else None
-    return said
+        arguments["window"] = forking_tokens(quantile, scope="call") if quantile < 1.0 else None
+    return arguments
 
 
-def check_unchanged(told: dict[str, Any], before: dict[str, Any], given: Collection[str]) -> None:
+def check_unchanged(settings: dict[str, Any], before: dict[str, Any], given: Collection[str]) -> None:
     """Raise for a field that has changed during the training and that one of the arguments ``given`` replaces."""
     for argument in given:
         for name in REPLACED[argument]:
             check(
-                told.get(name) == before.get(name),
+                settings.get(name) == before.get(name),
                 "{}: changed from {!r} to {!r} during the training, without effect; {}= replaces it",
                 name,
                 before.get(name),
-                told.get(name),
+                settings.get(name),
                 argument,
             )
 

@@ -166,7 +166,7 @@ class _Loss(NamedTuple):
         return self.inputs_take("entropy") or self.entropy_penalty is not None
 
     def reads_rows(self) -> bool:
-        """More than verl tells its losses. A function of the configuration may make such a gate, too."""
+        """More than verl passes its losses. A function of the configuration may make such a gate, too."""
         of_gate = isinstance(self.gate, RatioGate) and (self.gate.reads_rollout or Unit.GROUP in self.gate.units)
         of_inputs = self.reads_own_entropies() or self.inputs_take("seed")
         return of_gate or of_inputs or self.entropy is not None or self.kl is not None
@@ -404,8 +404,8 @@ def _epsilons(config: Any) -> tuple[float, float]:
 def _reading(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
     """The gate, which reads no fields but these."""
     further = config.get("policy_loss", None) or {}
-    told = {field: config.get(field, further.get(field)) for field in _UNSET if field not in fields}
-    given = {field: value for field, value in told.items() if value is not None}
+    values = {field: config.get(field, further.get(field)) for field in _UNSET if field not in fields}
+    given = {field: value for field, value in values.items() if value is not None}
     check_unread(gate, "verl", given, _UNSET, " or choose another loss_mode")
     return gate
 

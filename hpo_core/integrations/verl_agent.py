@@ -52,7 +52,7 @@ def compute_policy_loss(
         check(low is not None and high is not None, "cliprange: expected a bound, got None")
         assert low is not None and high is not None
         gate = gates.ppo_clip(low, high, ratio_dual=clip_ratio_c)
-    check_gate(gate, "verl-agent", one_policy="verl-agent tells its loss no sampler")
+    check_gate(gate, "verl-agent", one_policy="verl-agent passes its loss no log-probabilities of the sampler")
     batch = padded_rows(response_mask, gate)
     out = token_loss(log_prob, old_log_prob, advantages, batch, gate, weights_of(loss_agg_mode, batch))
     seen = fractions(out.metrics, gate)
@@ -63,6 +63,6 @@ def compute_policy_loss(
 
 def install() -> None:
     """Replaces the loss in this process; for ``policy_loss.loss_mode=vanilla``, which is verl-agent's default."""
-    check_environment_gate("verl-agent", one_policy="verl-agent tells its loss no sampler")
+    check_environment_gate("verl-agent", one_policy="verl-agent passes its loss no log-probabilities of the sampler")
     actor = importlib.import_module("verl.workers.actor.dp_actor")
     setattr(actor, "compute_policy_loss", compute_policy_loss)  # noqa: B010

@@ -1,4 +1,4 @@
-"""Estimators in verl: the observations and rewards of turns, as an agent loop tells them, and the rows of one run.
+"""Estimators in verl: the observations and rewards of turns, as an agent loop reports them, and the rows of one run.
 
 verl's driver hands an estimator rewards, a mask and prompt ids. The ``extra_fields`` that an agent loop puts into its
 output lie one call above, in ``compute_advantage``: beside the rows in ``RayPPOTrainer``, and in the TransferQueue,
@@ -28,7 +28,7 @@ STEP_ESTIMATORS = ("gigpo", "hgpo")
 
 
 class _Rows(NamedTuple):
-    """The facts about the rows that agent loops have told."""
+    """The facts about the rows that agent loops report."""
 
     steps: Callable[[], Sequence[Any] | None] = lambda: None  # fetched at its call; None: no row has the field
     keys: Sequence[str] | None = None  # UID_SESSION_PLACE
@@ -41,7 +41,7 @@ class _Rows(NamedTuple):
 
 
 _NONE = _Rows()
-_rows: ContextVar[_Rows] = ContextVar("the facts about the rows that agent loops have told", default=_NONE)
+_rows: ContextVar[_Rows] = ContextVar("the facts about the rows that agent loops report", default=_NONE)
 
 
 def is_of_steps(estimator: Callable[..., torch.Tensor]) -> bool:
@@ -69,8 +69,8 @@ def step_advantages(
     mask = response_mask != 0
     batch = PackedBatch.from_padded(mask, steps=turns(mask))
     filled = mask.any(1).tolist()
-    told = _rows.get()
-    steps, sessions = _steps_of(name, told.steps(), filled), told.sessions()
+    rows = _rows.get()
+    steps, sessions = _steps_of(name, rows.steps(), filled), rows.sessions()
     outcomes = token_level_rewards.sum(-1)
     if sessions is None:
         rewards, ids = steps_of_turns(batch, steps, outcomes)
@@ -84,11 +84,11 @@ def step_advantages(
 
 
 def row_advantages(
-    estimator: Callable[..., torch.Tensor], backend: str | None, /, config: Any = None, **told: Any
+    estimator: Callable[..., torch.Tensor], backend: str | None, /, config: Any = None, **arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The function that verl calls for an estimator of rows or tokens."""
     runs, settings = _rows.get().sessions(), _settings(estimator, config)
-    return prompt_advantages(estimator, backend, runs=runs, settings=settings, **told)
+    return prompt_advantages(estimator, backend, runs=runs, settings=settings, **arguments)
 
 
 def _settings(estimator: Callable[..., torch.Tensor], config: Any) -> dict[str, Any]:
@@ -98,12 +98,12 @@ def _settings(estimator: Callable[..., torch.Tensor], config: Any) -> dict[str, 
     return settings_of(estimator, gamma, scaled, f"algorithm.{name}")
 
 
-def _steps_of(name: str, told: Sequence[Any] | None, filled: Sequence[bool]) -> list[list[Any]]:
+def _steps_of(name: str, reported: Sequence[Any] | None, filled: Sequence[bool]) -> list[list[Any]]:
     """A list for each row; rows without valid tokens, with which verl fills batches up, have no turns."""
-    missing = [row for row, has_turns in enumerate(filled) if has_turns and (told is None or told[row] is None)]
+    missing = [row for row, has_turns in enumerate(filled) if has_turns and (reported is None or reported[row] is None)]
     check(
         not missing,
-        "adv_estimator: {!r} compares steps by the observations before them, and the agent loop of row {} tells no "
+        "adv_estimator: {!r} compares steps by the observations before them, and the agent loop of row {} reports no "
         "{}; return AgentLoopOutput(..., extra_fields={{{!r}: [(observation, reward), ...]}}), one pair for each turn, "
         "which is a run of tokens with response_mask 1",
         name,
@@ -112,14 +112,14 @@ def _steps_of(name: str, told: Sequence[Any] | None, filled: Sequence[bool]) -> 
         FIELD,
     )
     return [
-        [_step(each) for each in told[row]] if has_turns and told is not None else []
+        [_step(each) for each in reported[row]] if has_turns and reported is not None else []
         for row, has_turns in enumerate(filled)
     ]
 
 
-def _step(told: Any) -> Any:
+def _step(reported: Any) -> Any:
     """Pairs lose their class on the way to the driver; a value that is no pair is refused later, with its place."""
-    return Step(*told) if isinstance(told, tuple | list) and len(told) == 2 else told
+    return Step(*reported) if isinstance(reported, tuple | list) and len(reported) == 2 else reported
 
 
 def _of_sessions(
@@ -159,10 +159,10 @@ def _show_rows(module: ModuleType) -> None:
 
     @functools.wraps(compute_advantage)
     def shown(data: Any, *arguments: Any, **keywords: Any) -> Any:
-        told = data.non_tensor_batch.get(FIELD)
-        if told is None:  # as in all trainers whose rows are in the queue
+        reported = data.non_tensor_batch.get(FIELD)
+        if reported is None:  # as in all trainers whose rows are in the queue
             return compute_advantage(data, *arguments, **keywords)
-        return _with(_Rows(lambda: told), compute_advantage, data, *arguments, **keywords)
+        return _with(_Rows(lambda: reported), compute_advantage, data, *arguments, **keywords)
 
     module.compute_advantage = shown  # type: ignore[attr-defined]
 

@@ -17,7 +17,9 @@ Common arguments:
     ranks: instead of ``gradient_reduction``: the number of ranks over which the engine averages gradients (1: it adds
         them), for trainers that have counts and ranks as numbers. It takes this batch for the whole step where there is
         neither ``total`` nor ``process_group``.
-    selected: bool ``[T]``: count only these tokens (the denominators of a window's own tokens).
+    selected: bool ``[T]``: count only these tokens (the denominators of a window's own tokens). A gate with a level of
+        steps masks tokens outside every step: beside it ``batch.step_of_token() >= 0`` counts those inside, as the
+        default weights of a loss do.
 """
 
 from __future__ import annotations
@@ -50,13 +52,14 @@ def default(batch: PackedBatch, of_steps: bool) -> torch.Tensor:
     Raises:
         ValueError: the batch is known to be less: a part of a larger batch, or the share of one of several ranks.
     """
+    in_steps = ", selected=batch.step_of_token() >= 0" if of_steps else ""
     check_is_step(
         "weights",
         "count",
         batch,
-        "weights[part.rows] of weights = aggregation.token_mean(batch)",
-        "weights=aggregation.token_mean(batch, process_group=torch.distributed.group.WORLD, gradient_reduction='mean') "
-        "('sum' if the engine adds gradients)",
+        f"weights[part.rows] of weights = aggregation.token_mean(batch{in_steps})",
+        f"weights=aggregation.token_mean(batch{in_steps}, process_group=torch.distributed.group.WORLD, "
+        "gradient_reduction='mean') ('sum' if the engine adds gradients)",
     )
     return batch.once(_token_mean_in_steps if of_steps else token_mean)
 

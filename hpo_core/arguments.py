@@ -305,8 +305,8 @@ def _examined_self(name: str, value: Any) -> Any:
 def _examined_integers(name: str, value: Any) -> Any:
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
     if is_sequence or not isinstance(value, Tensor):
-        message = "{}: expected a tensor or a sequence of integers, got {}; convert it with torch.as_tensor"
-        require_type(is_sequence, message, name, type(value))
+        fix = "pass a range" if isinstance(value, slice) else "convert it with torch.as_tensor"
+        require_type(is_sequence, "{}: expected a tensor or a sequence of integers, got {}; {}", name, type(value), fix)
         return value
     value = examined(name, value)
     check(not value.is_meta or is_traced(), "{}: expected integers that can be read, got a tensor on meta", name)

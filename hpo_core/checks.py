@@ -100,6 +100,12 @@ def check_floating(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name}: expected floating point, got {dtype_name(tensor.dtype)}; use {name}.float()")
 
 
+def check_ids(name: str, tensor: torch.Tensor) -> None:
+    is_narrow = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+    fix = f"use {name}.to(torch.int64)" if is_narrow else "renumber or hash them to int64 first"
+    check_dtype(name, tensor, INTEGERS, fix)
+
+
 def check_precise(name: str, tensor: torch.Tensor, fix: str = "") -> None:
     """Check that the tensor is in float32 or float64. Without a ``fix`` it is log-probabilities or entropies."""
     fix = fix or (_COARSE if tensor.is_floating_point() else _IDS)
@@ -159,10 +165,15 @@ def _tensor_meant(name: str, value: Any) -> str:
         return "; the functions of hpo_core.aggregation make one"
     if hasattr(value, "logits"):
         return "; pass its .logits"
-    if hasattr(value, "cu_seqlens") and hasattr(value, name):
-        return f"; pass its .{name}"
+    if hasattr(value, "cu_seqlens"):
+        field = "group_ids" if name == "ids" else name
+        if isinstance(getattr(value, field, None), Tensor):
+            return f"; pass its .{field}"
+        return f"; it has no {field}" if field.endswith("ids") else "; it goes to batch=: is the order another one?"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return f"; pass one of its fields, such as .{value._fields[0]}"
     if isinstance(value, int | float):
-        return f"; make one of that shape, such as torch.full((n,), {value})"
+        return f"; make one of that shape, such as torch.full((n,), {value}), or torch.tensor({value}) if it is 0-dim"
     of_names = isinstance(value, list | tuple) and any(isinstance(each, str | bytes) for each in value)
     if of_names or (name.partition("[")[0].endswith("ids") and not callable(value)):
         return "; convert it with hpo_core.segments.ids_of"
@@ -247,7 +258,7 @@ def check_units(**given: torch.Tensor | None) -> None:
             continue
         require_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor [U], got {}", name, type(tensor))
         if name.endswith("ids"):
-            check_dtype(name, tensor, INTEGERS, "renumber or hash them to int64 first")
+            check_ids(name, tensor)
         elif name.endswith("mask") or name.startswith("is_"):
             check_dtype(name, tensor, (torch.bool,), f"use {name}.bool()")
         else:

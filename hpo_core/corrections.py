@@ -42,8 +42,9 @@ def corrected(
         read = _read(inputs, gate, loss_reads, pair, correction, batch)
         own = None
         if want_metrics:  # which tokens it takes out can only be told before other factors join its own
+            # Of a token with an infinite log-ratio it is NaN, and the loss takes the token out.
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
-            seen.append(_observed(read, _counted(read), own != 0, process_group, backend))
+            seen.append(_observed(read, _counted(read), own > 0, process_group, backend))
         if index in joining:
             if correction.unit is None:
                 spec = spec._replace(correction=correction.spec())

@@ -166,6 +166,7 @@ def prepare(
     if window is not None or threshold is not None or selection is not None:
         score, limit, strict = _compared(window, threshold, selection, score, entropy, batch, backend, token)
         if limit is not None:
+            limit = limit.reshape(1) if limit.dim() == 0 else limit
             limit = checked_constant("threshold", limit, (1,), "[1] (as window.fit returned it)", dtype, device)
     target_per_token = per_token = False
     of_rows = (batch.rows,)

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 
 from . import ops
-from .arguments import constants, examines
+from .arguments import constant, constants, examines
 from .checks import (
     INTEGERS,
     check,
     check_device,
     check_dtype,
+    check_ids,
     check_real,
     check_row_offsets,
     check_shape,
@@ -29,8 +30,6 @@ from .distributed import common_ids, merged, ranks
 from .specs import GroupStatistics
 
 __all__ = ["Chains", "GroupStatistics", "chains", "dense_ids", "ids_of", "recurrence", "statistics"]
-
-_HASH = "renumber or hash them to int64 first"
 
 
 @examines
@@ -63,7 +62,6 @@ def statistics(
 
 
 @examines
-@constants
 def recurrence(
     values: torch.Tensor,
     gains: torch.Tensor,
@@ -79,7 +77,7 @@ def recurrence(
     the start of their row.
 
     Args:
-        values, gains: ``[U]`` floating point.
+        values, gains: ``[U]`` floating point; gains in float64 are not rounded.
         cu_seqlens: ``[R + 1]`` int32 or int64, the rows. Units behind the last one get 0. Impossible offsets are an
             error on a CPU; elsewhere a check would wait for the device, and their results mean nothing.
         forward: ``y_i = x_i + g_i y_{i-1}`` instead, from the start of every row to its end.
@@ -88,6 +86,7 @@ def recurrence(
     tensor([0.2500, 0.5000, 1.0000])
     """
     check_units(values=values, gains=gains)
+    values, gains = constant(values, backend), gains.detach()
     check_dtype("cu_seqlens", cu_seqlens, INTEGERS, "offsets are integers")
     check(
         cu_seqlens.dim() == 1 and cu_seqlens.numel() > 0,
@@ -122,7 +121,8 @@ def ids_of(names: Iterable[str | bytes | int], device: torch.device | str = "cpu
     (True, False)
     """
     several = isinstance(names, Iterable) and not isinstance(names, str | bytes | torch.Tensor)
-    require_type(several, "names: expected several names, got {!r}; pass a list", names)
+    fix = "pass the tensor itself, in int64" if isinstance(names, torch.Tensor) else "pass a list"
+    require_type(several, "names: expected several names, got {!r}; {}", names, fix)
     return torch.tensor([_id_of(name) for name in names], dtype=torch.int64, device=device)
 
 
@@ -147,7 +147,7 @@ def dense_ids(*keys: torch.Tensor) -> torch.Tensor:
     check(len(keys) > 0, "keys: expected at least one tensor of ids")
     keys = tuple(examined(f"keys[{at}]", key) for at, key in enumerate(keys))
     for at, key in enumerate(keys):
-        check_dtype(f"keys[{at}]", key, INTEGERS, _HASH)
+        check_ids(f"keys[{at}]", key)
         check(key.dim() == 1, "keys[{}]: expected shape [U] (one per unit), got {}", at, list(key.shape))
         check_shape(f"keys[{at}]", key, keys[0].shape, "[U] (that of keys[0])")
         check_device(f"keys[{at}]", key, keys[0].device, "keys[0]")

@@ -329,6 +329,22 @@ def test_a_part_does_not_know_the_counts_of_the_step():
     assert only.batch.is_part  # whatever the sizes happen to be
 
 
+def test_the_named_weights_of_a_gate_of_steps_are_those_of_the_step():
+    """Tokens outside every step count in no denominator, neither by default nor in the weights that the error names."""
+    steps = torch.tensor([[0, 2], [4, 6], [6, 8], [10, 12]])
+    batch, gate = hpo.PackedBatch.from_lengths([6, 6], steps=steps), hpo.gates.step_gspo()
+    logp, advantages = torch.linspace(-2, -1, 12), torch.tensor([1.0, -1.0, 2.0, 0.5])
+    whole = hpo.policy_loss_and_grad(logp, logp, advantages, batch, gate, advantage_level="step").grad
+    for part in batch.micro_batches(6):
+        given = (logp[part.tokens], logp[part.tokens], advantages[part.steps], part.batch, gate)
+        with pytest.raises(ValueError, match="weights: this batch is a part") as error:
+            hpo.policy_loss(*given, advantage_level="step")
+        named = str(error.value).partition("weights = ")[2].removesuffix(" of the whole")
+        weights = eval(named, {"aggregation": aggregation, "batch": batch})
+        found = hpo.policy_loss_and_grad(*given, advantage_level="step", weights=weights[part.rows]).grad
+        assert torch.equal(found, whole[part.tokens])
+
+
 def test_micro_batches_add_up_to_the_step():
     batch, ids, old, advantages = data(0)
     whole, cut = policy(), policy()

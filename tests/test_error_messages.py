@@ -194,6 +194,28 @@ ERRORS = [
         r"weights: expected a tensor .*; make one of that shape, such as torch.full\(\(n,\), 0.1",
     ),
     (lambda: hpo.advantages.grpo(ROWS, GROUPED), "group_ids: expected a tensor, got .*; pass its .group_ids"),
+    (lambda: hpo.segments.statistics(ROWS, GROUPED), "ids: expected a tensor, got .*; pass its .group_ids"),
+    (lambda: hpo.segments.statistics(ROWS, BATCH), "ids: expected a tensor, got .*; it has no group_ids"),
+    (lambda: hpo.policy_loss(BATCH, TOKENS, TOKENS, ROWS), r"logp: .*PackedBatch'>; it goes to batch=: is the order"),
+    (
+        lambda: hpo.entropy.skywork_coefficient(0.0, TOKENS[0]),
+        r"coefficient: expected a tensor, got .*, or torch\.tensor\(0\.0\) if it is 0-dim",
+    ),
+    (
+        lambda: hpo.entropy.skywork_coefficient(hpo.entropy.skywork_coefficient(TOKENS[0], TOKENS[0]), TOKENS[0]),
+        r"coefficient: .*ControlledCoefficient'>; pass one of its fields, such as \.state",
+    ),
+    (lambda: BATCH.select(slice(0, 2)), "rows: expected a tensor or a sequence of integers, .*; pass a range"),
+    (
+        lambda: hpo.PackedBatch(TOKENS[None] == 0),
+        r"cu_seqlens: .*, got bool; a mask \[B, L\] goes to PackedBatch\.f",
+    ),
+    (
+        lambda: hpo.segments.ids_of(TOKENS.short()),
+        "names: expected several names, got tensor.*; pass the tensor itself",
+    ),
+    (lambda: hpo.advantages.grpo(ROWS, ROWS.short()), r"group_ids: .*, got int16; use group_ids\.to\(torch\.int64\)"),
+    (lambda: gates.Rollback(0.05), r"budgets: expected a pair of numbers \(log-ratio >= 0, log-ratio < 0; the first w"),
     (
         lambda: hpo.policy_loss(TOKENS, TOKENS, ROWS, numpy.ones((2, 3))),
         r"batch: expected .*; use torch.as_tensor\(mask",

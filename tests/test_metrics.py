@@ -357,6 +357,20 @@ def corrected_call(backend, report, **given):
     return hpo.policy_loss(*tensors[:3], batch, report=report, **keywords)
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf])
+def test_a_correction_does_not_keep_an_infinite_log_ratio(bad, backend):
+    logp, batch = torch.full((4,), -1.0), hpo.PackedBatch.from_lengths([4])
+    rollout = torch.tensor([-1.0, -1.0, bad, -1.0])
+    tensors = [each.to(testing.device_of(backend)) for each in (logp, logp, torch.ones(1), rollout)]
+    for gate in (gates.icepop(0.5, 2.0), gates.tis(), gates.mis(), gates.opsm()):
+        out = hpo.policy_loss(
+            *tensors[:3], batch.to(tensors[0].device), gate, rollout_logp=tensors[3], backend=backend,
+            report=("corrections", "tokens"),
+        )  # fmt: skip
+        seen = out.corrections[0].compute()
+        assert out.tokens[2] == 0 and (seen["tokens"], seen["selected_fraction"]) == (4.0, 0.75)
+
+
 @pytest.mark.parametrize("reference", [False, True])
 def test_metrics_of_each_correction(reference, backend):
     out = corrected_call("reference" if reference else backend, ("corrections",))

@@ -244,6 +244,18 @@ def test_a_long_recurrence(backend):
     assert torch.equal(got, torch.cat([torch.arange(3, 0, -1.0), torch.arange(units - 3, 0, -1.0)]).double())
 
 
+def test_a_gain_is_not_rounded(backend):
+    """Over 20,000 units the gain 0.9999 in float32 is off by 3e-4."""
+    units, where = 20_000, testing.device_of(backend)
+    last, batch = torch.zeros(units), hpo.PackedBatch.from_lengths([units]).to(where)
+    last[-1] = 1.0
+    gains = torch.full((units,), 0.9999, dtype=torch.float64)
+    found = recurrence(last.to(where), gains.to(where), batch.cu_seqlens, backend=backend)
+    returns = hpo.advantages.reinforce_pp(last.to(where), batch, gamma=0.9999, whitened=False, backend=backend)
+    for each in (found, returns):
+        assert each.dtype == torch.float32 and each[0].item() == pytest.approx(0.9999 ** (units - 1), rel=1e-6)
+
+
 def test_a_recurrence_is_never_minus_0(backend):
     def op(*given):
         return ops.recurrence(*given, backend)

@@ -19,9 +19,10 @@ Common arguments:
     step_rewards: ``[N]`` floating point, the immediate reward of each step. One that is NaN or infinite makes the
         returns of its step and of the steps before it unknown, and the sum of its trajectory: unknown returns and sums
         are in no statistic and add 0.
-    trajectory_ids: ``[N]`` integers, the trajectory of each step, which may be its number inside the prompt; negative:
-        none. Beside steps ``group_ids`` are ``[N]``, too (:meth:`~hpo_core.PackedBatch.ids_of_steps` makes both). A
-        step without a prompt or a trajectory is as if it were not there.
+    trajectory_ids: ``[N]`` integers, the trajectory of each step; negative: none. Beside ``group_ids`` equal numbers of
+        two prompts are two trajectories; an estimator without ``group_ids`` takes them for one. Beside steps
+        ``group_ids`` are ``[N]``, too (:meth:`~hpo_core.PackedBatch.ids_of_steps` makes both). A step without a prompt
+        or a trajectory is as if it were not there.
     anchor_ids: ``[N]`` integers, the observation that a step starts from (of texts: :func:`hpo_core.segments.ids_of`):
         steps of one prompt with equal anchors are compared with each other; negative: with none.
     positions: ``[N]``, the order of steps inside their trajectory. Default: that in which they stand here.

@@ -48,7 +48,7 @@ def reinforce_pp(
     check_discounts(gamma=gamma)
     valid = valid_tokens(batch)
     values = torch.where(valid, token_rewards, 0.0)
-    gains = torch.where(valid, torch.full_like(values, gamma), 1.0)
+    gains = torch.where(valid, torch.full_like(values, gamma, dtype=torch.float64), 1.0)  # exact over long rows
     exact = torch.where(valid, scan(values, gains, batch.cu_seqlens, backend), 0.0)
     return finished_tokens(exact, token_rewards, valid, whitened, backend)
 

@@ -27,7 +27,10 @@ def checked_tensors(
             continue
         require_type(isinstance(tensor, torch.Tensor), "{}: expected a tensor, got {}", name, type(tensor))
         if name != "mask" and tensor.numel() > 0:  # torch.tensor([]), on a rank without rows, holds floats
-            check_dtype(name, tensor, INTEGERS, "offsets and ids are integers: use .to(torch.int64)")
+            fix = "offsets and ids are integers: use .to(torch.int64)"
+            if name == "cu_seqlens" and tensor.dtype == torch.bool:
+                fix = "a mask [B, L] goes to PackedBatch.from_padded, one of packed tokens to mask="
+            check_dtype(name, tensor, INTEGERS, fix)
         check(
             tensor.device == cu_seqlens.device,
             "{}: expected device {} (that of cu_seqlens), got {}; move the batch with batch.to(device)",

@@ -17,7 +17,7 @@ import torch.distributed
 from .. import ops
 from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, check_units, keeps_doubles
+from ..checks import check, check_device, check_ids, check_shape, check_units, keeps_doubles
 from ..distributed import spanned
 from ..segments import GroupStatistics, statistics
 from ..specs import OrderRule, Provenance
@@ -59,7 +59,7 @@ class ScopeStatistics(NamedTuple):
                 count == 1, "state: expected the table of one scope, from fit_scopes without ids, got {} entries", count
             )
             ids = torch.zeros_like(self.ids)
-        check_dtype("ids", ids, INTEGERS, "renumber or hash them to int64 first")
+        check_ids("ids", ids)
         check_device("ids", ids, self.ids.device, "the statistics")
         place = torch.searchsorted(self.ids, ids.to(torch.int64).contiguous())
         place = place.clamp(max=self.ids.numel() - 1)

@@ -33,9 +33,9 @@ class Channel(enum.Enum):
     TOTAL = "logp - rollout_logp"
 
 
-def check_pair(name: str, pair: object) -> None:
+def check_pair(name: str, pair: object, meaning: str = "(advantage >= 0, advantage < 0) of numbers") -> None:
     is_pair = isinstance(pair, tuple) and len(pair) == 2
-    require_type(is_pair, "{}: expected a pair (advantage >= 0, advantage < 0) of numbers, got {!r}", name, pair)
+    require_type(is_pair, "{}: expected a pair {}, got {!r}", name, meaning, pair)
     check_numbers(name, pair)
 
 
@@ -137,7 +137,7 @@ class Rollback(Short):
     most: float = math.inf
 
     def __post_init__(self) -> None:
-        check_pair("budgets", self.budgets)
+        check_pair("budgets", self.budgets, "of numbers (log-ratio >= 0, log-ratio < 0; the first without a split)")
         for budget in self.budgets:
             check(
                 budget >= 0 and is_finite(budget),

@@ -115,7 +115,7 @@ def prompt_advantages(
 
     if level_of(estimator) == "token":
         batch, rewards = PackedBatch.from_padded(mask), torch.where(mask, token_level_rewards, 0.0).flatten()
-        gains = torch.where(mask, settings.get("gamma", 1.0), 1.0).flatten()
+        gains = torch.where(mask, settings.get("gamma", 1.0), torch.ones_like(mask, dtype=torch.float64)).flatten()
         returns = scan(rewards, gains, batch.cu_seqlens, backend).to(rewards.dtype).reshape(mask.shape)
         advantages = called(token_level_rewards, tokens, slice(None)).reshape(mask.shape)
         return advantages, torch.where(mask, returns, 0.0)

@@ -40,7 +40,7 @@ from .entropy_methods import (
     selection_tensors,
 )
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
-from .trl_config import check_config, check_unchanged, gate_from_config, arguments_from, settings_of
+from .trl_config import arguments_from, check_config, check_unchanged, gate_from_config, settings_of
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
 from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, advantages_of, domain_ids_of, mask_of, sampler_of

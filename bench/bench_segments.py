@@ -42,10 +42,10 @@ def case(*, rows: int, length: int, full: bool, backend: str | None) -> Case:
 
 def plans(quick: bool) -> list[Plan]:
     small = {"rows": 7, "length": 20}
-    found = [Plan("counts 512 x 2048", case, {"rows": 512, "length": 2048}, small)]
+    cases = [Plan("counts 512 x 2048", case, {"rows": 512, "length": 2048}, small)]
     if not quick:
-        found.append(Plan("counts 100000 x 12", case, {"rows": 100_000, "length": 12}, small))
-    return found
+        cases.append(Plan("counts 100000 x 12", case, {"rows": 100_000, "length": 12}, small))
+    return cases
 
 
 test_row_counts = small_test(plans(quick=False))

@@ -209,18 +209,18 @@ def prompt_mean(
     """
     check(batch.group_ids is not None, "group_ids: prompt_mean needs them; pass group_ids to PackedBatch")
     assert batch.group_ids is not None
-    counts = _counts(batch, _chosen(batch, selected))
+    counts = _counts(batch, _checked_selected(batch, selected))
     group, _, _ = renumber(alone_without(batch.group_ids))
     tokens = torch.zeros_like(counts).scatter_add_(0, group, counts)  # integer sums do not depend on the order
     scale = _scale(batch, (tokens > 0).sum(), total, process_group, gradient_reduction, ranks)
-    return _over(scale, tokens[group])
+    return _divided_by(scale, tokens[group])
 
 
 def _check_length(length: float) -> None:
     check(0 < length < math.inf, "length: expected a constant > 0, got {}", length)
 
 
-def _chosen(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor | None:
+def _checked_selected(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor | None:
     """The tokens that count among the valid ones, ``[T]``; None: all."""
     if selected is None:
         return None
@@ -230,9 +230,9 @@ def _chosen(batch: PackedBatch, selected: torch.Tensor | None) -> torch.Tensor |
     return selected.reshape(-1)
 
 
-def _counts(batch: PackedBatch, chosen: torch.Tensor | None) -> torch.Tensor:
+def _counts(batch: PackedBatch, counted: torch.Tensor | None) -> torch.Tensor:
     """The number of tokens that count, per row ``[S]``."""
-    return batch.once(row_counts) if chosen is None else row_counts(batch, chosen)
+    return batch.once(row_counts) if counted is None else row_counts(batch, counted)
 
 
 def _of_counts(
@@ -240,46 +240,66 @@ def _of_counts(
     batch: PackedBatch,
     selected: torch.Tensor | None,
     total: Total,
-    group: ProcessGroup | None,
+    process_group: ProcessGroup | None,
     gradient_reduction: str | None,
     ranks: float | None,
 ) -> torch.Tensor:
     """The weights that need the counts of rows alone: one kernel, unless the step has tokens in other batches, too."""
-    chosen = _chosen(batch, selected)
-    if total is None and group is None:
-        return row_weights(batch, denominator, _factor(batch, total, group, gradient_reduction, ranks), chosen)
-    counts = _counts(batch, chosen)
+    counted = _checked_selected(batch, selected)
+    if total is None and process_group is None:
+        return row_weights(batch, denominator, _factor(batch, total, process_group, gradient_reduction, ranks), counted)
+    counts = _counts(batch, counted)
     own = counts if denominator is Denominator.TOKENS else counts > 0
-    scale = _scale(batch, own.sum(), total, group, gradient_reduction, ranks)
-    return _over(scale, counts) if denominator is Denominator.ROWS_AND_TOKENS else scale.repeat(batch.rows)
+    scale = _scale(batch, own.sum(), total, process_group, gradient_reduction, ranks)
+    return _divided_by(scale, counts) if denominator is Denominator.ROWS_AND_TOKENS else scale.repeat(batch.rows)
 
 
 def _factor(
-    batch: PackedBatch, total: Total, group: ProcessGroup | None, gradient_reduction: str | None, ranks: float | None
+    batch: PackedBatch,
+    total: Total,
+    process_group: ProcessGroup | None,
+    gradient_reduction: str | None,
+    ranks: float | None,
 ) -> float:
     """The factor of all weights, after checks that a count is that of the whole step."""
-    check(total is None or group is None, "total: give the global count, or process_group to sum it over, not both")
+    check(
+        total is None or process_group is None,
+        "total: give the global count, or process_group to sum it over, not both",
+    )
     check(
         total is not None or not batch.is_part,
         "total: this batch is a part of a larger one, whose counts it does not know; take weights[part.rows] of the "
         "weights of the whole, or pass total=",
     )
-    return _ranks_averaged(total is not None or group is not None, group, gradient_reduction, ranks)
+    return _ranks_averaged(total is not None or process_group is not None, process_group, gradient_reduction, ranks)
 
 
 def _scale(
     batch: PackedBatch,
     own: torch.Tensor,
     total: Total,
-    group: ProcessGroup | None,
+    process_group: ProcessGroup | None,
     gradient_reduction: str | None,
     ranks: float | None,
 ) -> torch.Tensor:
     """``1 / count`` as a 0-dim float32 tensor; 0 where the count is 0, so that an empty step has loss 0."""
-    factor = _factor(batch, total, group, gradient_reduction, ranks)
-    if group is not None:
-        own = own.clone()
-        torch.distributed.all_reduce(own, group=group)
+    factor = _factor(batch, total, process_group, gradient_reduction, ranks)
+    count = _count_of_step(own, total, process_group)
+    count = count.to(torch.float64)  # which keeps counts beyond 2^24 tokens exact until the one division
+    # A tensor is not read on the host: the root of an invalid count (NaN or below 0) makes the loss NaN, the root
+    # of 0 is 0.
+    scale = torch.where(count > 0, factor / count, count.sqrt())
+    return scale.to(torch.float32)
+
+
+def _count_of_step(own: torch.Tensor, total: Total, process_group: ProcessGroup | None) -> torch.Tensor:
+    """The count of the optimiser step, 0-dim: ``total``, or this batch's ``own``, summed over the group if there is
+    one."""
+    if total is None:
+        if process_group is not None:
+            own = own.clone()
+            torch.distributed.all_reduce(own, group=process_group)
+        return own
     if isinstance(total, torch.Tensor):
         check(total.dim() == 0, "total: expected a number or a 0-dim tensor, got shape {}", list(total.shape))
         check(
@@ -291,22 +311,16 @@ def _scale(
         require_type(
             not total.is_complex() and total.dtype != torch.bool, "total: expected a count, got {}", total.dtype
         )
-        own = total.to(own.device)
-    elif total is not None:  # new_full fills the number in; a copy from the host would synchronise
-        is_number = isinstance(total, _NUMBERS) and not isinstance(total, bool)
-        require_type(is_number, "total: expected a number or a 0-dim tensor, got {!r}", total)
-        number = as_float("total", total) if isinstance(total, Real) else total
-        check(0 <= number < math.inf, "total: expected a count >= 0, got {}", number)
-        own = own.new_full((), number, dtype=torch.float64)
-    count = own.to(torch.float64)  # float64 keeps counts beyond 2^24 tokens exact until the one division
-    # A tensor is not read on the host: the root of an invalid count (NaN or below 0) makes the loss NaN, the root
-    # of 0 is 0.
-    scale = torch.where(count > 0, factor / count, count.sqrt())
-    return scale.to(torch.float32)
+        return total.to(own.device)
+    is_number = isinstance(total, _NUMBERS) and not isinstance(total, bool)
+    require_type(is_number, "total: expected a number or a 0-dim tensor, got {!r}", total)
+    number = as_float("total", total) if isinstance(total, Real) else total
+    check(0 <= number < math.inf, "total: expected a count >= 0, got {}", number)
+    return own.new_full((), number, dtype=torch.float64)  # a copy from the host would synchronise
 
 
 def _ranks_averaged(
-    is_global: bool, group: ProcessGroup | None, gradient_reduction: str | None, ranks: float | None
+    is_global: bool, process_group: ProcessGroup | None, gradient_reduction: str | None, ranks: float | None
 ) -> float:
     """The number of ranks over which gradients are averaged, a factor of the weights. ``is_global``: the count is the
     count of the step, not of this batch."""
@@ -320,7 +334,7 @@ def _ranks_averaged(
         gradient_reduction != "mean" or is_distributed(),
         "gradient_reduction: 'mean' needs torch.distributed to be initialised; on one process use 'sum'",
     )
-    world = world_size(group)
+    world = world_size(process_group)
     check(
         world == 1 or (is_global and gradient_reduction is not None),
         "gradient_reduction: {} ranks are initialised: pass process_group= (or total=) to count the tokens of all, and "
@@ -331,5 +345,5 @@ def _ranks_averaged(
     return float(world) if gradient_reduction == "mean" else 1.0
 
 
-def _over(scale: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _divided_by(scale: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.where(counts > 0, scale / counts.clamp(min=1), torch.zeros_like(scale))

@@ -57,7 +57,7 @@ def _pointed(function: Any) -> str | None:
     doc: str | None = inspect.unwrap(function).__doc__
     if package not in _WITH_COMMON_ARGUMENTS or not doc or all(name in doc for name in parameter_names(function)):
         return doc
-    return f"{doc.rstrip()}\n\n    Other arguments: :mod:`{package}`.\n    "
+    return f"{inspect.cleandoc(doc)}\n\nOther arguments: :mod:`{package}`."
 
 
 def constants(function: Function) -> Function:
@@ -108,9 +108,9 @@ def parameter_names(function: Any) -> tuple[str, ...]:
 def _examiners_of(function: Any) -> tuple[tuple[str, ...], dict[str, Callable[[str, Any], Any]]]:
     inner = inspect.unwrap(function)
     annotations, names = inner.__annotations__, parameter_names(inner)
-    found = {name: _examiner_of(name, str(annotations.get(name, "")), inner) for name in names}
+    examiners = {name: _examiner_of(name, str(annotations.get(name, "")), inner) for name in names}
     positional = names[: inner.__code__.co_argcount]
-    _EXAMINERS[function] = positional, {name: examiner for name, examiner in found.items() if examiner is not None}
+    _EXAMINERS[function] = positional, {name: examiner for name, examiner in examiners.items() if examiner is not None}
     return _EXAMINERS[function]
 
 

@@ -116,12 +116,12 @@ def choice(op: str, device: str) -> str:
     if kind == "cpu" and os.environ.get("HPO_CORE_ISA"):  # a request for cpu: if it cannot run, _resolve says why
         return "cpu"
     native = ("cpu",) if kind == "cpu" else _CUDA_PREFERENCE[op]
-    found = {}
+    probes = {}
     for name in native:
-        found[name] = _PROBES[name](torch.device(device))
-        if found[name]:
+        probes[name] = _PROBES[name](torch.device(device))
+        if probes[name]:
             return name
-    reasons = "; ".join(f"{name}: {available.reason}" for name, available in found.items())
+    reasons = "; ".join(f"{name}: {available.reason}" for name, available in probes.items())
     warnings.warn(
         f"hpo_core: no native backend serves {device} tensors here ({reasons}), so the reference does, in plain "
         "PyTorch and many times slower; HPO_CORE_BACKEND=reference says that this is meant",
@@ -135,14 +135,14 @@ def is_reference(tensor: torch.Tensor, backend: str | None) -> bool:
     """Whether the reference, whose loss has a graph of its own, serves a call: by request, or for lack of others."""
     if backend is not None:
         return backend == "reference"
-    found = _FALLS_BACK.get(tensor.device)
-    if found is None and torch.compiler.is_compiling():  # a probe cannot be traced
+    falls_back = _FALLS_BACK.get(tensor.device)
+    if falls_back is None and torch.compiler.is_compiling():  # a probe cannot be traced
         return False
-    if found is None:
+    if falls_back is None:
         device = tensor.device
         chosen = choice("gates", str(device)) if device.type in _DEVICES["reference"] else ""
-        found = _FALLS_BACK[device] = chosen == "reference"
-    return found
+        falls_back = _FALLS_BACK[device] = chosen == "reference"
+    return falls_back
 
 
 # Entries that need no extension to be loaded are filled in at import.

@@ -37,7 +37,7 @@ def corrected(
     joining = _joining(gate, batch, process_group) if logp_known else []
     for index, correction in enumerate(gate.corrections):
         pair = _channel(correction.channel, logp, inputs.old_logp, rollout)
-        # An unknown logp says of no token that it counts, and needs not: a token's factor concerns no other token.
+        # An unknown logp does not say which tokens count. Nothing needs it: a token's factor concerns no other token.
         loss_reads = _channel(gate.channel, logp, inputs.old_logp, rollout) if logp_known else pair
         read = _read(inputs, gate, loss_reads, pair, correction, batch)
         own = None

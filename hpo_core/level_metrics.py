@@ -32,7 +32,7 @@ REGIONS = ("pass", "clip_low", "clip_high", "rollback", "zero")
 _PASS, _CLIP_LOW, _CLIP_HIGH, _ROLLBACK, _ZERO = range(len(REGIONS))
 _SIGNS = ("positive", "negative")  # of the advantage: >= 0, < 0
 _CHANNELS = ("_rise", "_fall")  # of a split
-_LARGEST = 300.0  # log-ratio of a segment of which ratios are told: float64 holds sums of its square
+_LARGEST = 300.0  # log-ratio of a segment whose ratio counts: float64 holds sums of squares of such ratios
 
 
 @functools.cache

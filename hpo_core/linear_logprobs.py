@@ -63,8 +63,9 @@ def linear_token_logprobs(
         temperature: a number above 0, or a floating-point tensor ``[...]``, one for each target; a constant of the
             differentiation.
         ignore_index: rows with this target are not read; their results and gradients are 0. On the CPU these rows, and
-            in the backward rows whose upstream gradients are 0, take part in no product. A GPU multiplies them, since
-            counting them would synchronise: where they are many, as under long prompts, pass the rows that count alone.
+            in the backward rows whose upstream gradients are 0 and whose results are not NaN, take part in no product.
+            A GPU multiplies them, since counting them would synchronise: where they are many, as under long prompts,
+            pass the rows that count alone.
         batch: as in :func:`~hpo_core.token_logprobs`: ``targets`` are the tokens themselves, and the results of a token
             come from the hidden state of the token before it in its row; ``hidden`` is ``[T, D]`` or ``[B, L, D]``.
         bias: ``[V]``, added to the products.
@@ -75,8 +76,8 @@ def linear_token_logprobs(
             CPU, (4096, 8192) on a GPU. The rows are padded to a multiple of the first number, so that a few tokens cost
             as much as a whole block. Bits depend on it, and with fewer than 16 rows on the CPU on a row's place, too.
         process_group: ranks that each hold consecutive rows of ``weight`` and ``bias``, and the same ``hidden`` and
-            ``targets``, as in tensor parallelism. The forward makes one all-gather of ``4 T`` floats; the backward one
-            all-reduce of the gradient of ``hidden``, ``[T, D]`` in float32.
+            ``targets``, as in tensor parallelism. The forward makes one all-gather of ``4 T + 1`` floats; the backward
+            one all-reduce of the gradient of ``hidden``, ``[T, D]`` in float32.
         vocabulary_sizes: the rows of ``weight`` on every rank. Default: this rank's number on all of them.
         backend: the backend of :func:`~hpo_core.token_logprobs`. The reference stores all logits in float64.
 

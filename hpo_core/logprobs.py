@@ -101,13 +101,15 @@ def token_logprobs(
             a view of a tensor that its own backward reads (``tanh(x).view(...)``): nothing raises there, and its
             gradient would be wrong.
         process_group: ranks that each hold consecutive columns of one vocabulary (``logits`` are this rank's) and the
-            same targets. The forward makes one all-gather of ``4 T`` floats, the backward none: results are the same
+            same targets. The forward makes one all-gather of ``4 T + 1`` floats (``3 T + 1`` without an
+            entropy), the backward none: results are the same
             on all ranks, and their upstream gradients must be, too. Eager calls only.
         vocabulary_sizes: the number of columns of every rank. Default: this rank's number on all of them.
         backend: a name from ``hpo_core.backends()``. Default: by device.
 
     Returns:
-        :class:`TokenLogprobs`. A row that holds NaN or +inf, or -inf only, gives NaN.
+        :class:`TokenLogprobs`. A row that holds NaN or +inf, or -inf only, gives NaN, and so does a target outside the
+        vocabulary; then the gradient of the row is NaN, too, even where the incoming one is 0.
 
     Raises:
         ValueError, TypeError: naming the argument, the expected and given values, and the fix. On a GPU, where reading
@@ -138,11 +140,11 @@ def token_logprobs(
     )  # fmt: skip
     if process_group is not None:
         call = call._replace(group=process_group, shards=shards(logits.shape[-1], process_group, vocabulary_sizes))
-    logp, found, _ = call.run(3 if entropy and call.entropy_rows is None else 2)
+    logp, entropies, _ = call.run(3 if entropy and call.entropy_rows is None else 2)
     if call.entropy_rows is not None:
-        found = call._replace(rows=call.entropy_rows).run(3)[1]
+        entropies = call._replace(rows=call.entropy_rows).run(3)[1]
     at_tokens = call.places.at_tokens
-    return TokenLogprobs(at_tokens(logp), None if found is None else at_tokens(found))
+    return TokenLogprobs(at_tokens(logp), None if entropies is None else at_tokens(entropies))
 
 
 @examines

@@ -78,8 +78,9 @@ def policy_loss_from_logits(
             mask leaves out the first token of each row, and logits of tokens outside the mask are not read. A target
             outside ``[0, V)`` that the mask counts, -100 included, is one of the ``nan_tokens``: the loss leaves it
             out, and the gradient of its logits is NaN.
-        old_logp, advantages, batch, gate, options: as in :func:`policy_loss`. The metrics hold the entropy of the
-            logits, unless ``entropy=`` is given, which a ``window`` needs.
+        old_logp, advantages, batch, gate, options: as in :func:`policy_loss`, but for ``report`` and
+            ``process_group``, which are refused. The metrics hold the entropy of the logits, unless ``entropy=`` is
+            given, which a ``window`` needs.
         temperature: as in :func:`token_logprobs`.
         inplace_gradient: whether the gradient overwrites the logits, so that no second ``[T, V]`` tensor exists. The
             logits must not be a leaf that requires grad, nor be read or written after this call, nor be made under
@@ -133,12 +134,12 @@ def policy_loss_from_logits(
     inputs, spec = prepared.inputs, prepared.spec
     run, kernels = resolve("gates", logits, backend).policy_loss, resolve("logprobs", logits, backend)
 
-    grad = found = None
+    grad = streams = None
     if logits.requires_grad and torch.is_grad_enabled():
         grad = rows.logits if inplace_gradient else kernels.uninitialised(logits.shape, logits.dtype, logits.device)
-        found = resolve("loss_from_logits", logits, backend).loss_from_logits(rows, inputs, spec, grad)
-    found = found or _in_chunks(rows, inputs, spec, run, kernels, grad)
-    logp, entropy = (call.places.marked(each.view(targets.shape)) for each in found)
+        streams = resolve("loss_from_logits", logits, backend).loss_from_logits(rows, inputs, spec, grad)
+    streams = streams or _in_chunks(rows, inputs, spec, run, kernels, grad)
+    logp, entropy = (call.places.marked(each.view(targets.shape)) for each in streams)
     if inputs.entropy is None:
         inputs = inputs._replace(entropy=entropy)
     loss, vector, *_ = run(inputs._replace(logp=logp), spec, False, False)

@@ -79,7 +79,8 @@ def policy_loss(
     ``loss_t = -M_t W_t Phi(z_t, A_t) + beta k(logp_t - ref_logp_t) + kappa p(x_t)``: z is the gated log-ratio, Phi the
     gate's head, which contains the advantage, M the selection (``token_mask`` and the window), W ``token_weight``, and
     p the gate's own penalty on the log-ratio x; M masks no penalty. Everything but ``logp`` is a constant of the
-    differentiation; the backward returns dL/dlogp times the incoming gradient, which has no derivative.
+    differentiation, and refused with a graph; the backward returns dL/dlogp times the incoming gradient, which has no
+    derivative.
 
     Args:
         logp: ``[T]`` (or the padded ``[B, L]``) float32, natural log-probabilities of the current policy.
@@ -266,17 +267,17 @@ def hierarchical_policy_loss(
 def _advantages(
     estimator: Callable[..., torch.Tensor], level: str, rewards: torch.Tensor, batch: PackedBatch, backend: str | None
 ) -> torch.Tensor:
-    told: dict[str, Any] = {"group_ids": batch.group_ids, "batch": batch}
+    available: dict[str, Any] = {"group_ids": batch.group_ids, "batch": batch}
     domains = batch.domain_ids
     if level == "step":
-        told |= batch.ids_of_steps()
+        available |= batch.ids_of_steps()
         if domains is not None:
-            domains = torch.where(told["trajectory_ids"] >= 0, of_row(domains, batch.row_of_step(), -1), -1)
+            domains = torch.where(available["trajectory_ids"] >= 0, of_row(domains, batch.row_of_step(), -1), -1)
     if domains is not None:  # None would make one domain of all rows
-        told["domain_ids"] = domains
+        available["domain_ids"] = domains
     if backend is not None:
-        told["backend"] = backend
-    given = accepted_keywords(estimator, rewards, **told)
+        available["backend"] = backend
+    given = accepted_keywords(estimator, rewards, **available)
     name = name_of(estimator)
     check(
         "group_ids" not in given or batch.group_ids is not None,
@@ -296,7 +297,7 @@ def _advantages(
     try:
         advantages = estimator(rewards, **given)
     except TypeError:  # Python's message does not say which arguments the call has
-        check_keywords("advantage", estimator, list(told), f"a call of level {level!r}")
+        check_keywords("advantage", estimator, list(available), f"a call of level {level!r}")
         raise
     require_type(
         isinstance(advantages, torch.Tensor),

@@ -52,7 +52,8 @@ _INDEX = {name: slot for slot, name in enumerate(SLOTS)}
 
 # error counter -> its meaning
 FLAGS: dict[str, str] = {
-    "nan_tokens": "a log-ratio, reference log-ratio or window score at a valid token was NaN; the token was left out",
+    "nan_tokens": "a log-ratio, reference log-ratio or window score at a valid token was NaN; the token was left out, "
+    "but the gradient of logits that hold NaN, or of a target outside the vocabulary, is NaN all the same",
     "infinite_tokens": "a log-ratio at a valid token was infinite; it was saturated with gradient 0",
     "bad_offsets": "an entry of cu_seqlens or another index was out of range; the row was left out. Where offsets "
     "decrease, rows overlap and the loss means nothing",
@@ -134,19 +135,22 @@ class Metrics(Observations):
     def raise_for_flags(self) -> None:
         """Raise a ``FloatingPointError`` that explains each error counter above 0; a copy to the host.
 
-        Every loss call does this, and refuses log-probabilities above 0, if ``HPO_CORE_DEBUG=1`` was set when hpo_core
-        was imported.
+        Every loss call does this, and refuses log-probabilities above 0.001, if ``HPO_CORE_DEBUG=1`` was set when
+        hpo_core was imported.
         """
-        found = [(name, int(count)) for name, count in zip(FLAGS, self.flags.tolist(), strict=True) if count]
-        if found:
-            causes = "; ".join(f"{name} = {count}: {FLAGS[name]}" for name, count in found)
+        raised = [(name, int(count)) for name, count in zip(FLAGS, self.flags.tolist(), strict=True) if count]
+        if raised:
+            causes = "; ".join(f"{name} = {count}: {FLAGS[name]}" for name, count in raised)
             raise FloatingPointError(f"hpo_core.policy_loss: {causes}")
 
     def compute(self) -> dict[str, float]:
         """Means, fractions and counts as Python floats: the only copy to the host. Empty denominators give NaN.
 
-        ``clip_fraction`` adds the fractions of all sides. Under levels a token below one bound and above another counts
-        on both sides.
+        ``selected_fraction`` is the part of the tokens whose policy term counts, ``clip_fraction`` the part of these
+        beyond a bound, the sum of the fractions of all sides. Under levels a token below one bound and above another
+        counts on both sides. ``kl_reference_k1`` to ``k3`` are means over tokens of ``s``, ``s^2 / 2`` and
+        ``e^-s - 1 + s`` with ``s = logp - ref_logp``, and 0 without ``ref_logp``; ``kl_old_k1`` to ``k3`` the same of
+        ``-x``, the log-ratio of the old policy; ``penalty`` is the share of the loss that penalties have.
         """
         raw = dict(zip(SLOTS, self.vector.tolist(), strict=True))
         tokens, selected = raw["tokens"], raw["selected"]
@@ -202,14 +206,14 @@ def observed(
 def _refuse_positive(positive: dict[str, torch.Tensor], group: torch.distributed.ProcessGroup | None) -> None:
     own = torch.stack(tuple(positive.values()))
     counts = (own if group is None else gathered(own, group).sum(0)).tolist()
-    found = {name: count for name, count in zip(positive, counts, strict=True) if count}
+    refused = {name: count for name, count in zip(positive, counts, strict=True) if count}
     check(
-        not found,
+        not refused,
         "{}: expected log-probabilities, which are never above 0, got {} valid tokens above 0; pass the negative of "
         "cross-entropies, the .log() of probabilities, and of (logp, entropy) the first; with log-densities of "
         "continuous actions, which may be above 0, call metrics.raise_for_flags() without HPO_CORE_DEBUG",
-        ", ".join(found),
-        ", ".join(map(str, found.values())),
+        ", ".join(refused),
+        ", ".join(map(str, refused.values())),
     )
 
 

@@ -270,8 +270,8 @@ class Native:
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         selected = torch.empty_like(values, dtype=torch.bool)
-        found = self.order_statistic(values, numerator, denominator, rule, mask, cu_seqlens, strict, selected)
-        return *found, selected
+        result = self.order_statistic(values, numerator, denominator, rule, mask, cu_seqlens, strict, selected)
+        return *result, selected
 
     def select(
         self,

@@ -147,7 +147,7 @@ def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor
     coarser segment, -1 where that has no name."""
     hierarchy = batch.hierarchy(units)
     nameless = torch.full_like(hierarchy.row, -1)
-    coarser, found = (nameless, nameless), [hierarchy.ancestors.new_empty(0, 6)]
+    coarser, tables = (nameless, nameless), [hierarchy.ancestors.new_empty(0, 6)]
     for level, unit in reversed([*enumerate(units)]):
         ids = _ids_of_leaves(batch, unit, hierarchy)
         if ids is None:
@@ -161,9 +161,9 @@ def _named_segments(batch: PackedBatch, units: tuple[Unit, ...]) -> torch.Tensor
         named = (ids >= 0) | (by == Unit.TRAJECTORY)  # a negative trajectory id is a name
         named &= hierarchy.end > hierarchy.begin  # a leaf without tokens adds nothing, and its ids may be any
         columns = (hierarchy.ancestors[level], torch.full_like(ids, level), by, ids, *coarser)
-        found.append(torch.stack(columns, 1)[named])
+        tables.append(torch.stack(columns, 1)[named])
         coarser = (torch.where(named, by, -1), torch.where(named, ids, -1))
-    names: torch.Tensor = torch.unique(torch.cat(found), dim=0)
+    names: torch.Tensor = torch.unique(torch.cat(tables), dim=0)
     return names
 
 

@@ -175,9 +175,9 @@ def support_floor(
 
     Returns:
         ``[...]`` float32 (float64 for float64 logits), exactly a logit of the row, and a constant of the
-        differentiation; -inf if every setting is None or a number that is off, and the least logit where settings of
-        other kinds leave every token; NaN where the row holds NaN or +inf, or -inf only. Rows are
-        processed 2^22 logits at a time, in no more than 256 MiB, with probabilities in float64. ``min_p`` and an
+        differentiation; -inf if every setting is None or a number that is off, and the least logit where others, such
+        as ``top_k=V``, leave every token; NaN where the row holds NaN or +inf, or -inf only, unless all are off. Rows
+        are processed 2^22 logits at a time, in no more than 256 MiB, with probabilities in float64. ``min_p`` and an
         integer ``top_k`` need no sort; the CPU sorts only rows with a support beyond their 1024 greatest logits.
 
     Raises:

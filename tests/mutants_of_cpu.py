@@ -112,7 +112,7 @@ MUTANTS = {
     ),
     "cpu: the largest log-ratio of a row does not saturate": Mutant(
         "cpu", "cpu/corrections.cpp",
-        "saturated(found.largest)", "found.largest",
+        "saturated(reduced.largest)", "reduced.largest",
         "test_corrections.test_statistics_reach_as_far_as_they_say", {"statistic": hpo.specs.Statistic.LOG_RATIO},
     ),
     "cpu: where its lowest token passes a mask, a whole row does": Mutant(

@@ -186,7 +186,7 @@ MUTANTS = {
     ),
     "cuda: only tokens that saturate carry a gradient": Mutant(
         "cuda_emulated", "cuda/hierarchy_sweep.cuh",
-        "gated.falling_step == 0.0f && !work.bends", "gated.falling_step == 0.0f",
+        "gated.falling_step == 0.0f && !work.slopes_differ", "gated.falling_step == 0.0f",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["four levels, through, whole"]},
     ),
     "cuda: the further tiles of a leaf begin where the pack's do": Mutant(
@@ -272,7 +272,7 @@ MUTANTS = {
     ),
     "cuda: what a tile has of far tokens is not added": Mutant(
         "cuda_emulated", "cuda/corrections.cu",
-        "warp_sum(found.coarse)", "0",
+        "warp_sum(reduced.coarse)", "0",
         "test_corrections.test_far_tokens_do_not_cost_near_ones_their_digits", {},
     ),
     "cuda: an infinite log-ratio has a statistic": Mutant(
@@ -312,7 +312,7 @@ MUTANTS = {
     ),
     "cuda: gradients below the floor are not 0": Mutant(
         "cuda_emulated", "cuda/logits_rows.cuh",
-        "!kFloored || x >= found.row.floor", "true",
+        "!kFloored || x >= gradient_row.row.floor", "true",
         "test_logprobs_layouts.test_floors_and_squares_are_those_of_the_definition", {"dtype": torch.float16},
     ),
     "cuda: a row of logits has the derivative of the token before its own": Mutant(

@@ -42,7 +42,7 @@ MUTANTS = {
     ),
     "triton: what segments have of far tokens is not read": Mutant(
         "triton", "corrections.py",
-        "sum += tl.load(at + MULTIPLES, mask=held, other=0)", "sum += 0 * tl.load(at + MULTIPLES, mask=held, other=0)",
+        "tl.load(at + MULTIPLES, mask=exists, other=0)", "0 * tl.load(at + MULTIPLES, mask=exists, other=0)",
         "test_corrections.test_far_tokens_do_not_cost_near_ones_their_digits", {},
     ),
     "triton: a coefficient of 0 multiplies a penalty that is infinite": Mutant(

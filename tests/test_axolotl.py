@@ -38,7 +38,7 @@ def plugins(ours, monkeypatch):
     manager = base.PluginManager.get_instance()
     manager.register("hpo_core.integrations.axolotl.HPOPlugin", required=True)
     yield manager
-    ours._arguments.clear()
+    ours._keywords.clear()
 
 
 def configuration(**fields):
@@ -84,8 +84,8 @@ def test_equals_axolotl(arguments, ours, tmp_path):
 
 
 def test_the_yaml_chooses_gate_estimator_and_window(plugins, ours, tmp_path):
-    arguments = {"gate": "dapo(eps_high=0.3)", "advantage": "rloo", "window": "forking_tokens('0.5', scope='call')"}
-    cfg = configuration(hpo=arguments)
+    keywords = {"gate": "dapo(eps_high=0.3)", "advantage": "rloo", "window": "forking_tokens('0.5', scope='call')"}
+    cfg = configuration(hpo=keywords)
     plugins.pre_model_load(cfg)
     name = importlib.import_module("axolotl.utils.import_helper").get_cls_from_module_str(cfg.trainer_cls)
     made = trained(name, tmp_path, {"loss_type": "dapo"})[3]

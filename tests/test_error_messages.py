@@ -206,10 +206,7 @@ ERRORS = [
         r"coefficient: .*ControlledCoefficient'>; pass one of its fields, such as \.state",
     ),
     (lambda: BATCH.select(slice(0, 2)), "rows: expected a tensor or a sequence of integers, .*; pass a range"),
-    (
-        lambda: hpo.PackedBatch(TOKENS[None] == 0),
-        r"cu_seqlens: .*, got bool; a mask \[B, L\] goes to PackedBatch\.f",
-    ),
+    (lambda: hpo.PackedBatch(TOKENS[None] == 0), r"cu_seqlens: .*, got bool; a mask \[B, L\] goes to PackedBatch\.f"),
     (
         lambda: hpo.segments.ids_of(TOKENS.short()),
         "names: expected several names, got tensor.*; pass the tensor itself",

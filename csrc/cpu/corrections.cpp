@@ -29,7 +29,7 @@ struct Workspace {
   }
 };
 
-// The tokens of a vector that have a say, beyond those whose own statistic is NaN.
+// The tokens of a vector that count, but for the check that their own statistic is no NaN.
 template <bool kWhole>
 HPO_INLINE Mask counted(const Compared& from, const uint8_t* mask, int64_t at, Mask present) {
   if (mask) present = both(present, present_own<kWhole>(present, mask + at));
@@ -76,25 +76,25 @@ Reduced reduce_tile(const Compared& from, const uint8_t* mask, int64_t begin, in
     fixed.add(part, all_lanes(), rounded(beyond_integer(counted) * float(kFixedPoint)));
     about[part] += counted;
   });
-  Reduced found;
+  Reduced reduced;
   for (int lane = 0; lane < kWidth; ++lane) {
-    found.smallest = smallest[lane] < found.smallest ? smallest[lane] : found.smallest;
-    found.largest = largest[lane] > found.largest ? largest[lane] : found.largest;
+    reduced.smallest = smallest[lane] < reduced.smallest ? smallest[lane] : reduced.smallest;
+    reduced.largest = largest[lane] > reduced.largest ? largest[lane] : reduced.largest;
   }
-  const bool within = found.smallest >= -kStatisticSaturation && found.largest <= kStatisticSaturation;
-  found.smallest = saturated(found.smallest), found.largest = saturated(found.largest);
+  const bool within = reduced.smallest >= -kStatisticSaturation && reduced.largest <= kStatisticSaturation;
+  reduced.smallest = saturated(reduced.smallest), reduced.largest = saturated(reduced.largest);
   if (within || !sums) {
-    found.valid = valid.total(), found.fixed = fixed.total(about);
-    return found;
+    reduced.valid = valid.total(), reduced.fixed = fixed.total(about);
+    return reduced;
   }
   alignas(kLine) float statistics[kTile];
   for_each_statistic<kStatistic>(from, mask, begin, n, [&](int i, int, Floats v, Mask known) HPO_INSIDE {
     store_lanes(blend(known, saturated(v), all<Floats>(NAN)), statistics + i);
   });
   for (int i = 0; i < n; ++i) {
-    if (statistics[i] == statistics[i]) found.add(statistics[i]);
+    if (statistics[i] == statistics[i]) reduced.add(statistics[i]);
   }
-  return found;
+  return reduced;
 }
 
 // The factors of tokens, times their weights.
@@ -181,9 +181,10 @@ struct Reduce {
 
   Reduced operator()(const PolicyLossArgs& args, const Block& block) const {
     const Compared from = compared(args);
-    Reduced found;
-    for_each_tile_of(block, kGridOfBlock, [&](int64_t begin, int, int n) { found.add(tile(from, args.mask, begin, n, sums)); });
-    return found;
+    Reduced reduced;
+    for_each_tile_of(block, kGridOfBlock,
+                     [&](int64_t begin, int, int n) { reduced.add(tile(from, args.mask, begin, n, sums)); });
+    return reduced;
   }
 };
 

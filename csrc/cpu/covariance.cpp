@@ -143,8 +143,8 @@ HPO_INLINE void write_draws(const CovarianceArgs& args, const CovarianceMeans me
     };
     const Floats one_or_0 =
         as_floats({drawn(logp.low, old_logp.low, advantage.low), drawn(logp.high, old_logp.high, advantage.high)});
-    const Mask found = both(of.mask, present_lanes(Ints(one_or_0)));
-    store_own<kWhole>(own, blend(found, load_own<kWhole>(own, keys + i), all<Floats>(-INFINITY)), keys + i);
+    const Mask selected = both(of.mask, present_lanes(Ints(one_or_0)));
+    store_own<kWhole>(own, blend(selected, load_own<kWhole>(own, keys + i), all<Floats>(-INFINITY)), keys + i);
   });
 }
 

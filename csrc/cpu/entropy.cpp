@@ -109,21 +109,21 @@ bool load_values(const WindowArgs& args, int64_t start, int64_t length, float em
   const int64_t first = smaller(length, larger(0, -start)), end = larger(first, smaller(length, args.tokens - start));
   float* __restrict folded = scratch.folded;
   int32_t* __restrict usable = scratch.usable;
-  const int32_t nothing = to_bits(empty);
+  const int32_t empty_bits = to_bits(empty);
   int32_t holes = 0;
   if (args.mask) {
     for (int64_t j = first; j < end; ++j) usable[j] = args.mask[start + j] ? -1 : 0;
     for (int64_t j = first; j < end; ++j) {
       const float value = args.values[start + j];
       usable[j] &= is_finite(value) ? -1 : 0;
-      folded[j] = from_bits((to_bits(value) & usable[j]) | (nothing & ~usable[j]));
+      folded[j] = from_bits((to_bits(value) & usable[j]) | (empty_bits & ~usable[j]));
       holes |= ~usable[j];
     }
   } else {
     for (int64_t j = first; j < end; ++j) {
       const float value = args.values[start + j];
       const int32_t finite = is_finite(value) ? -1 : 0;
-      folded[j] = from_bits((to_bits(value) & finite) | (nothing & ~finite));
+      folded[j] = from_bits((to_bits(value) & finite) | (empty_bits & ~finite));
       holes |= ~finite;
     }
   }
@@ -159,8 +159,8 @@ void score_cut_windows(const WindowArgs& args, const Rows& rows, const WindowRul
     folded = double(Fold::empty());
     usable = 0;
     next = row_end;
-    const int64_t last_heads = t;
-    for (t = segment_end - 1; t >= larger(last_heads, row_end - rule.last); --t) {
+    const int64_t first_uncut = t;  // at the begin of the row
+    for (t = segment_end - 1; t >= larger(first_uncut, row_end - rule.last); --t) {
       for (const int64_t window_begin = smaller(row_end, t + rule.first); next > window_begin; --next) {
         if (is_usable(next - 1)) folded = fold(folded, double(args.values[next - 1])), ++usable;
       }
@@ -202,11 +202,11 @@ template <class Fold>
 void score_block(const WindowArgs& args, const Rows& rows, const WindowRule& rule, const Windows& windows, int64_t block,
                  WindowScratch scratch, Fold fold) {
   const int64_t begin = block * windows.block, end = smaller(begin + windows.block, args.tokens);
-  const int64_t n = end - begin;
-  bool all_usable = true;
   if (rule.first == 0 && rule.last == 0) {
     return score_tokens(args.values, args.mask, rows, begin, end, args.score + begin);
   }
+  const int64_t n = end - begin;
+  bool all_usable = true;
   if (load_states(args, rows, rule, begin, end, scratch.state)) {
     const int64_t length = n + rule.width - 1;  // with a whole window, the width is at most the number of tokens
     all_usable = load_values(args, begin + rule.first, length, Fold::empty(), scratch);

@@ -55,7 +55,7 @@ struct Selection {
   }
 };
 
-struct Found {
+struct PassCounts {
   int64_t kept, below;
   bool all_finite;
 };
@@ -90,8 +90,8 @@ inline int64_t keep_few(const float* scores, uint64_t belong, uint32_t first, ui
 
 // Keeps the keys in the range of at most kPart scores, and counts the scores below it.
 template <bool kMark>
-Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept, const Marks& marks) {
-  Found found = {0, 0, true};
+PassCounts keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept, const Marks& marks) {
+  PassCounts counts = {0, 0, true};
   int64_t i = 0;
 #if defined(__AVX512F__)
   const __m512 low = _mm512_set1_ps(from_order_key(range.low)), end = _mm512_set1_ps(from_order_key(range.end()));
@@ -107,13 +107,13 @@ Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept
       from_low |= uint64_t(above) << 16 * part;
       belong |= uint64_t(_mm512_mask_cmp_ps_mask(above, some, end, _CMP_LE_OQ)) << 16 * part;
     }
-    found.below += 64 - __builtin_popcountll(from_low);
-    uint32_t* const positions = kMark ? marks.positions + found.kept : nullptr;
-    found.kept += keep_few<kMark>(scores + i, belong, marks.first + uint32_t(i), kept + found.kept, positions);
+    counts.below += 64 - __builtin_popcountll(from_low);
+    uint32_t* const positions = kMark ? marks.positions + counts.kept : nullptr;
+    counts.kept += keep_few<kMark>(scores + i, belong, marks.first + uint32_t(i), kept + counts.kept, positions);
     if (kMark) _mm512_storeu_si512(marks.selected + i, _mm512_maskz_set1_epi8(from_low, 1));
   }
-  found.all_finite = _mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q) == 0;
-  for (int64_t k = 0; k < found.kept; ++k) kept[k] = order_key(from_bits(int32_t(kept[k])));
+  counts.all_finite = _mm512_cmp_ps_mask(zero, zero, _CMP_UNORD_Q) == 0;
+  for (int64_t k = 0; k < counts.kept; ++k) kept[k] = order_key(from_bits(int32_t(kept[k])));
 #endif
   uint32_t keys[kPart];
   int32_t below = 0;
@@ -124,11 +124,11 @@ Found keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept
   uint32_t positions[kPart];
   for (int64_t j = i; kMark && j < n; ++j) positions[j - i] = marks.first + uint32_t(j);
   for (int64_t j = i; kMark && j < n; ++j) marks.selected[j] = keys[j - i] >= range.low;
-  if (kMark) keep(keys, positions, n - i, range, marks.positions + found.kept);
-  found.kept += keep(keys, keys, n - i, range, kept + found.kept);
-  found.below += below;
-  found.all_finite &= all_finite(scores + i, n - i);
-  return found;
+  if (kMark) keep(keys, positions, n - i, range, marks.positions + counts.kept);
+  counts.kept += keep(keys, keys, n - i, range, kept + counts.kept);
+  counts.below += below;
+  counts.all_finite &= all_finite(scores + i, n - i);
+  return counts;
 }
 
 // Counts the scores [begin, end) and keeps the keys in the range, with their positions if wanted, until there is no room.
@@ -143,24 +143,24 @@ void keep_range(const Scores& scores, int64_t begin, int64_t end, KeyRange range
     uint32_t* kept = worker.keys + worker.kept;
     const Marks marks =
         worker.positions ? Marks{selected + first, worker.positions + worker.kept, uint32_t(first - begin)} : Marks{};
-    Found found = {};
-    if (scores.are_values(first, n)) found = keep_those_of(scores.values + first, n, range, kept, marks);
+    PassCounts counts = {};
+    if (scores.are_values(first, n)) counts = keep_those_of(scores.values + first, n, range, kept, marks);
     int32_t left_out = 0, nan = 0;
-    if (!found.all_finite) {
+    if (!counts.all_finite) {
       float score[kPart];
       scores.write(first, n, score);
       for (int64_t i = 0; i < n; ++i) {
-        const bool counts = is_finite(score[i]);
-        left_out += !counts;
+        const bool finite = is_finite(score[i]);
+        left_out += !finite;
         nan += score[i] != score[i];
-        score[i] = counts ? score[i] : INFINITY;  // neither in the range nor below it
+        score[i] = finite ? score[i] : INFINITY;  // neither in the range nor below it
       }
-      found = keep_those_of(score, n, range, kept, marks);
+      counts = keep_those_of(score, n, range, kept, marks);
       for (int64_t i = 0; worker.positions && i < n; ++i) {
         if (score[i] == INFINITY) marks.selected[i] = scores.given && scores.values[first + i] == INFINITY;
       }
     }
-    worker.kept += found.kept, worker.below += found.below, worker.nan += nan, worker.finite += n - left_out;
+    worker.kept += counts.kept, worker.below += counts.below, worker.nan += nan, worker.finite += n - left_out;
   }
 }
 

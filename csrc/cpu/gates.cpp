@@ -79,17 +79,17 @@ void run_token_gate(const Call& call, int threads, const Workspace& space) {
 }
 
 // Whether the advantages of tokens are one number in each row.
-bool one_for_each_row(const PolicyLossArgs& args, const Rows& rows, const RowAdvantages& found, int threads) {
+bool one_for_each_row(const PolicyLossArgs& args, const Rows& rows, const RowAdvantages& row_advantages, int threads) {
   if (!args.advantage_per_token || rows.broken) return false;
   const auto whole = [&](int64_t row) {
     return Stretch{row, rows.cu_seqlens[row], rows.cu_seqlens[row + 1] - rows.cu_seqlens[row]};
   };
-  found.find(args, rows.count, whole, ceil_divide(args.tokens, kChunk), threads, [&](int64_t chunk, const auto& body) {
+  row_advantages.find(args, rows.count, whole, ceil_divide(args.tokens, kChunk), threads, [&](int64_t chunk, const auto& body) {
     for_each_tile(rows, chunk, [&](int64_t first, int, const Segments& segments) {
       for (const Segment& each : segments) body({each.row, first + each.begin, each.end - each.begin});
     });
   });
-  return found.all_alike(args);
+  return row_advantages.all_alike(args);
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ struct FastVector {
   HPO_INLINE void store(Floats values, float* to) const { store_own<kWhole>(own, values, to + i); }
 };
 
-// So many tokens have a gradient that the caches of a core do not hold: 4 MiB.
+// The gradient of so many tokens, 4 MiB, does not fit in the caches of a core.
 constexpr int64_t kPastCaches = int64_t(1) << 20;
 
 // The place of a tile's gradient. A large gradient, which nothing reads before the call returns, is written past the caches:

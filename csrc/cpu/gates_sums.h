@@ -105,8 +105,7 @@ inline void add_to_lanes(const double* lanes, double* sums) {
 // rounding is worth.
 constexpr int kRun = 8 * kLanes;
 
-// The cache is told of an access so many tokens ahead: the prefetching of hardware ends with a page, which is a tile of
-// floats.
+// Loops prefetch so many tokens ahead: the prefetcher of the hardware stops at the end of a page, which is a tile of floats.
 constexpr int kAhead = 512;
 
 // Calls step(i, part, own, whole) for every vector of the tokens [begin, end), and end_run() before those of a new run; the

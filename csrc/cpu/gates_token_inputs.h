@@ -30,14 +30,14 @@ struct TokenInputs {
   // The tokens that count in the policy term; those with a score of NaN are exceptions.
   template <class Vector>
   HPO_INLINE Mask chosen(const Vector& vector, bool strict, Mask& exceptions) const {
-    Mask found = vector.present;
-    if (token_mask) found = both(found, present_own<Vector::whole>(vector.own, token_mask + vector.i));
+    Mask selected = vector.present;
+    if (token_mask) selected = both(selected, present_own<Vector::whole>(vector.own, token_mask + vector.i));
     if (score) {
       const Floats here = vector.load(score);
       exceptions = either(exceptions, both(vector.present, is_nan(here)));
-      found = both(found, strict ? less(threshold, here) : at_least(here, threshold));
+      selected = both(selected, strict ? less(threshold, here) : at_least(here, threshold));
     }
-    return found;
+    return selected;
   }
 };
 

@@ -111,10 +111,11 @@ struct Sweeps {
   bool measure_fast_part(const Call& here, int64_t row, int64_t first, int begin, int end, Scratch& scratch, Partial& partial,
                          LogRatios& sums) const {
     if (!plan.measures_fast || !scratch.weights.usual || !has_ordinary_inputs(here, row, first, begin, end)) return false;
-    RowLogRatios found;
+    RowLogRatios log_ratios;
     scratch.whole.set(row, begin, end);
-    if (!plan.measure_fast(here.args, first, scratch.whole, plan.clip, scratch.tile, space.seen, partial, &found)) return false;
-    sums.add(by_channel(found));
+    if (!plan.measure_fast(here.args, first, scratch.whole, plan.clip, scratch.tile, space.seen, partial, &log_ratios))
+      return false;
+    sums.add(by_channel(log_ratios));
     return true;
   }
 
@@ -131,9 +132,9 @@ struct Sweeps {
       const Segment& segment = segments.list[i];
       if (!has_ordinary_inputs(call, segment.row, first, segment.begin, segment.end)) return false;
     }
-    RowLogRatios found[kFewRows];
-    if (!plan.measure_fast(call.args, first, segments, plan.clip, scratch.tile, space.seen, partial, found)) return false;
-    for (int i = 0; i < count; ++i) sums[i] = by_channel(found[i]);
+    RowLogRatios log_ratios[kFewRows];
+    if (!plan.measure_fast(call.args, first, segments, plan.clip, scratch.tile, space.seen, partial, log_ratios)) return false;
+    for (int i = 0; i < count; ++i) sums[i] = by_channel(log_ratios[i]);
     return true;
   }
 
@@ -156,9 +157,9 @@ struct Sweeps {
     });
   }
 
-  LogRatios by_channel(const RowLogRatios& found) const {
-    if (!plan.hierarchy.split) return {found.valid, {found.fixed, 0}};
-    return {found.valid, {found.rising, found.rising - found.fixed}};
+  LogRatios by_channel(const RowLogRatios& log_ratios) const {
+    if (!plan.hierarchy.split) return {log_ratios.valid, {log_ratios.fixed, 0}};
+    return {log_ratios.valid, {log_ratios.rising, log_ratios.rising - log_ratios.fixed}};
   }
 
   // The tokens of one tile, on any path. Returns whether the fast path holds for them.

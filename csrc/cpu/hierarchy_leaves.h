@@ -105,15 +105,15 @@ struct Leaves {
     const int64_t used = worthwhile(kShares, count());
     const int64_t first = leaf_range(hierarchy, args, 0).begin;  // of ranges, because a difference of wild offsets may overflow
     parallel_for(used, threads, [&](int64_t share) {
-      Share found;
+      Share own;
       for (int64_t p = count() * share / used, end = count() * (share + 1) / used; p < end; ++p) {
         const Range range = leaf_range(hierarchy, args, p);
-        found.good &= !range.bad;
+        own.good &= !range.bad;
         start[p + 1] = range.end - first;
-        found.longest = std::max(found.longest, range.end - range.begin);
-        if (hierarchy.depth > 0) found.alone &= ancestor(0, p) == p;
+        own.longest = std::max(own.longest, range.end - range.begin);
+        if (hierarchy.depth > 0) own.alone &= ancestor(0, p) == p;
       }
-      shares[share] = found;
+      shares[share] = own;
     });
     for (const Share& share : shares) {
       if (!share.good) return false;
@@ -151,7 +151,7 @@ inline void for_each_part(int begin, int end, int size, const Body& body) {
 
 // Tiles begin with their block: sums by lane have the same bits wherever the block lies.
 constexpr int kGridOfBlock = 1;
-// No vector lies in two lines of the cache, if tensors begin with one.
+// No vector crosses a line of the cache, if tensors begin with a line.
 constexpr int kGridOfLines = kLine / sizeof(float);
 
 // Calls body(tile, begin, end) for the tiles of a block: its tokens [begin, end) behind token `tile`, a multiple of `grid`.

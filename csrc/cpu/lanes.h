@@ -129,9 +129,9 @@ HPO_INLINE Mask at_least(Floats x, Floats y) { return x >= y; }
 HPO_INLINE Mask either(Mask a, Mask b) { return a | b; }
 HPO_INLINE Mask is_nan(Floats x) { return x != x; }
 HPO_INLINE bool any(Mask mask) {
-  int32_t found = 0;
-  for (int lane = 0; lane < kWidth; ++lane) found |= mask[lane];
-  return found != 0;
+  int32_t bits = 0;
+  for (int lane = 0; lane < kWidth; ++lane) bits |= mask[lane];
+  return bits != 0;
 }
 HPO_INLINE Ints keep_if(Mask mask, Ints x) { return x & mask; }
 HPO_INLINE Floats difference(Mask mask, Floats x, Floats y) { return keep_if(mask, x - y); }

@@ -93,9 +93,9 @@ struct alignas(kLine) Lanes {
     for (float& lane : of) lane = value;
   }
   HPO_INLINE bool any_above(float limit) const {
-    Mask found = {};
-    for (int at = 0; at < kStep; at += kWidth) found = either(found, less(all<Floats>(limit), load_lanes<Floats>(of + at)));
-    return any(found);
+    Mask above = {};
+    for (int at = 0; at < kStep; at += kWidth) above = either(above, less(all<Floats>(limit), load_lanes<Floats>(of + at)));
+    return any(above);
   }
   HPO_INLINE float greatest() const {
     float most = of[0];

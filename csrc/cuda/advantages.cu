@@ -63,16 +63,16 @@ __global__ void __launch_bounds__(kThreads, 2) normalise_few(const GroupNormalis
 }
 
 __global__ void __launch_bounds__(kThreads, 2) statistics_few(const GroupStatisticsArgs args) {
-  HPO_SHARED(Statistics, found, [kBlockUnits]);
+  HPO_SHARED(Statistics, statistics, [kBlockUnits]);
   const Members members = {args.units, args.values, args.ids, args.weights, args.mask};
   const int unit = int(blockIdx.x) * kBlockUnits + int(threadIdx.x);
   const bool owns = threadIdx.x < kBlockUnits && unit < int(args.units);
   const int own = for_each_group(members, unit, owns && members.in_group(unit), [&](int place, int64_t id) {
     const GroupSums sums = sum_members(members, id);
     const Extremes extremes = find_extremes(members, id);
-    if (threadIdx.x == 0) found[place] = statistics_of(sums, extremes);
+    if (threadIdx.x == 0) statistics[place] = statistics_of(sums, extremes);
   });
-  if (owns) write_statistics(args, unit, own >= 0 ? found[own] : Statistics{});
+  if (owns) write_statistics(args, unit, own >= 0 ? statistics[own] : Statistics{});
 }
 
 // ----------------------------------------------------------------------------------------------------------- many units
@@ -99,15 +99,15 @@ __global__ void __launch_bounds__(kThreads, 2) normalise_many(const GroupNormali
   for (int index = 0; index < args.count; ++index) {
     const GroupTerm& term = args.terms[index];
     const Members members = members_of(args, term);
-    const bool of_batch = term.scale == Scale::batch, of_absolutes = term.scale == Scale::absolute;
+    const bool scales_by_batch = term.scale == Scale::batch, scales_by_absolute = term.scale == Scale::absolute;
     const bool begins = index == 0, ends = index + 1 == args.count;
-    sum_groups(table, members, of_batch, false);
-    if (of_absolutes) {
+    sum_groups(table, members, scales_by_batch, false);
+    if (scales_by_absolute) {
       sum_absolutes(table, members);
       sync_grid();
     }
     // A deviation needs no pivot.
-    const double batch_deviation = of_batch ? deviation(table.groups[table.units].sums(0.0), term.ddof) : 0.0;
+    const double batch_deviation = scales_by_batch ? deviation(table.groups[table.units].sums(0.0), term.ddof) : 0.0;
     for_each_unit(args.units, [&](int64_t unit) {
       if (unit >= args.units) return;
       Shares shares = begins ? Shares{} : workspace.shares[unit];
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 2) normalise_many(const GroupNormali
       if (leader >= 0 && receives(args, members, unit)) {
         const Group& group = table.groups[leader];
         const GroupSums sums = group.sums(double(term.values[leader]));
-        const double absolute = of_absolutes ? group.absolute_sum(sums) : 0.0;
+        const double absolute = scales_by_absolute ? group.absolute_sum(sums) : 0.0;
         const GroupMap map = group_map(sums, absolute, batch_deviation, term, args.share);
         add_term(shares, map, term, args.share, members, unit);
       }

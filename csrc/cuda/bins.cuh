@@ -16,7 +16,7 @@ template <int BINS, class CountOf>
 __device__ __forceinline__ Bin find_bin(int64_t index, CountOf count_of) {
   constexpr int kEach = (BINS + kBinThreads - 1) / kBinThreads;
   HPO_SHARED(int64_t, warp_totals, [kBinThreads / kWarp]);
-  HPO_SHARED(int64_t, found, [2]);
+  HPO_SHARED(Bin, result, );
   int64_t counts[kEach], own = 0;
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
@@ -35,14 +35,11 @@ __device__ __forceinline__ Bin find_bin(int64_t index, CountOf count_of) {
   for (int warp = 0; warp < warp_in_block(); ++warp) left -= warp_totals[warp];
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
-    if (left >= 0 && left < counts[k]) {
-      found[0] = int(threadIdx.x) * kEach + k;
-      found[1] = left;
-    }
+    if (left >= 0 && left < counts[k]) result = Bin{int(threadIdx.x) * kEach + k, left};
     left -= counts[k];
   }
   __syncthreads();
-  const Bin bin = {int(found[0]), found[1]};
+  const Bin bin = result;
   __syncthreads();
   return bin;
 }

@@ -77,27 +77,27 @@ __device__ __forceinline__ Leaves prepare(const Call& call) {
 }
 
 __device__ __forceinline__ Reduced reduce_tile(const Call& call, const Unit& tile) {
-  Reduced found;
+  Reduced reduced;
   for_each_window(tile, call.wide, [&](const Vector<4>& vector) {
     const Inputs<4> inputs = read_inputs<false, false>(call.args, vector);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float v = call.statistic(inputs, i);
-      if (call.valid(inputs, i) && v == v) found.add(v);
+      if (call.valid(inputs, i) && v == v) reduced.add(v);
     }
   });
-  return {warp_sum(found.valid), warp_sum(found.fixed), warp_sum(found.coarse), warp_min(found.smallest),
-          warp_max(found.largest)};
+  return {warp_sum(reduced.valid), warp_sum(reduced.fixed), warp_sum(reduced.coarse), warp_min(reduced.smallest),
+          warp_max(reduced.largest)};
 }
 
 __device__ __forceinline__ void reduce_leaves(const Call& call, const Leaves& leaves) {
   const Reduction reduction = call.correction.reduction;
   RunAccumulator accumulator = {};
   for_each_unit(leaves, [&](int, const LeafUnit& unit) {
-    const Reduced found = reduce_tile(call, unit.tile);
-    if (lane() >= kWords || found.valid == 0) return;
+    const Reduced reduced = reduce_tile(call, unit.tile);
+    if (lane() >= kWords || reduced.valid == 0) return;
     int64_t* const word = call.words_of(unit.leaf) + lane();
-    const int64_t mine = word_of(found, lane(), reduction);
+    const int64_t mine = word_of(reduced, lane(), reduction);
     if (lane() == 0 || !is_extremum(reduction)) return accumulator.add(word, mine);
     if (load_relaxed(word) < mine) atomicMax(word, mine);  // it only grows: few get past the question
   });

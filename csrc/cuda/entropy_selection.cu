@@ -9,7 +9,7 @@ namespace {
 
 // ---------------------------------------------------------------------------------------------------- order statistics
 //
-// Radix selection on order_key: 9 bits (sign and exponent), 12 and 11, with a barrier of all blocks behind each. Sums of
+// Radix selection on order_key: 9 bits (sign and exponent), 12 and 11, and a barrier of all blocks after each. Sums of
 // integer counts do not depend on the order. Counts of other blocks are read past the first-level cache.
 
 constexpr int kTopBins = 512, kMiddleBins = 4096, kLowBins = 2048;
@@ -35,11 +35,11 @@ __device__ __forceinline__ int threads_of_grid() { return int(gridDim.x) * kBinT
 template <class Visit>
 __device__ __forceinline__ void for_each_score(const OrderStatisticArgs& args, Visit visit) {
   constexpr int kWarpsOfBlock = kBinThreads / kWarp;
-  const int before = int(reinterpret_cast<uintptr_t>(args.values) / sizeof(float) % 4);  // floats since a 16-byte boundary
-  const int64_t groups = (before + args.tokens + 3) / 4, warps = int64_t(gridDim.x) * kWarpsOfBlock;
+  const int misalignment = int(reinterpret_cast<uintptr_t>(args.values) / sizeof(float) % 4);  // floats past 16 bytes
+  const int64_t groups = (misalignment + args.tokens + 3) / 4, warps = int64_t(gridDim.x) * kWarpsOfBlock;
 #pragma unroll 1
   for (int64_t base = (int64_t(blockIdx.x) * kWarpsOfBlock + warp_in_block()) * kWarp; base < groups; base += warps * kWarp) {
-    const int64_t first = (base + lane()) * 4 - before;
+    const int64_t first = (base + lane()) * 4 - misalignment;
     float scores[4];
     if (first >= 0 && first + 4 <= args.tokens) {
       const float4 four = __ldg(reinterpret_cast<const float4*>(args.values + first));
@@ -64,7 +64,7 @@ __device__ __forceinline__ void add_to_all(HPO_SHARED_POINTER(unsigned) histogra
   sync_grid();
 }
 
-// The first digit, and the scores that are NaN.
+// Counts the first digit of the finite scores, and the scores that are NaN.
 __device__ __forceinline__ void count_top(const OrderStatisticArgs& args, const Selection& selection,
                                           HPO_SHARED_POINTER(unsigned) histogram) {
   clear_histogram(histogram, kTopBins * kCopies);
@@ -103,16 +103,16 @@ __device__ __forceinline__ float find_threshold(const OrderStatisticArgs& args, 
   const int64_t population = population_of(selection);
   if (thread_in_grid() == 0) args.counts[0] = population, args.counts[1] = int64_t(__ldcg(selection.nan));
   if (population == 0) return NAN;  // for all blocks alike, so that none waits for another
-  const auto counted = [](const unsigned long long* all) { return [=](int bin) { return int64_t(__ldcg(all + bin)); }; };
+  const auto counts_of = [](const unsigned long long* all) { return [=](int bin) { return int64_t(__ldcg(all + bin)); }; };
   const int64_t index = order_index(args.numerator, args.denominator, args.rule, population);
-  const Bin top = find_bin<kTopBins>(index, counted(selection.top));
+  const Bin top = find_bin<kTopBins>(index, counts_of(selection.top));
   clear_histogram(histogram, kMiddleBins);
   for_each_score(args, [&](float score) {
     const unsigned key = order_key(score);
     count_bin(histogram, is_finite(score) && key >> 23 == unsigned(top.bin), key >> 11 & (kMiddleBins - 1));
   });
   add_to_all(histogram, kMiddleBins, selection.middle);
-  const Bin middle = find_bin<kMiddleBins>(top.index, counted(selection.middle));
+  const Bin middle = find_bin<kMiddleBins>(top.index, counts_of(selection.middle));
   const unsigned prefix = unsigned(top.bin) << 12 | unsigned(middle.bin);
   clear_histogram(histogram, kLowBins);
   for_each_score(args, [&](float score) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ float find_threshold(const OrderStatisticArgs& args, 
     count_bin(histogram, is_finite(score) && key >> 11 == prefix, key & (kLowBins - 1));
   });
   add_to_all(histogram, kLowBins, selection.low);
-  const Bin low = find_bin<kLowBins>(middle.index, counted(selection.low));
+  const Bin low = find_bin<kLowBins>(middle.index, counts_of(selection.low));
   return from_order_key(prefix << 11 | unsigned(low.bin));
 }
 
@@ -173,8 +173,8 @@ extern "C" int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t 
     if (const int status = hpo_window_score(&tokens, context)) return status;
     of_scores.values = selection.score;
   }
-  const int most = blocks_together<select_top, kBinThreads>((args->tokens + 3) / 4);
-  HPO_LAUNCH_TOGETHER(select_top, dim3(unsigned(most)), dim3(kBinThreads), 0, stream, of_scores, selection);
+  const int blocks = blocks_together<select_top, kBinThreads>((args->tokens + 3) / 4);
+  HPO_LAUNCH_TOGETHER(select_top, dim3(unsigned(blocks)), dim3(kBinThreads), 0, stream, of_scores, selection);
   return int(cudaGetLastError());
 }
 

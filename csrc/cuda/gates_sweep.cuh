@@ -77,7 +77,7 @@ __device__ __forceinline__ bool sweeps_at_once(const Gate& gate, const RowTerms&
   return !gate.args.token_loss & is_sound<REFERENCE, EXTRAS>(gate, row, inputs);
 }
 
-// The losses of such a vector under a head that multiplies by logp.
+// Multiplies the losses of a vector by logp, under the score head.
 __device__ __forceinline__ void score(const Gate& gate, const Inputs<4>& inputs, Shares<4>& shares) {
   if (gate.structure.head != Head::score) return;
 #pragma unroll

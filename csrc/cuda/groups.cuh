@@ -52,9 +52,9 @@ __device__ __forceinline__ int first_member(const Members& members, int64_t id) 
     break;
   }
   __syncthreads();
-  const int found = first;
+  const int result = first;
   __syncthreads();  // before the next call writes `first`
-  return found;
+  return result;
 }
 
 // The whole block calls this and the functions below.
@@ -103,9 +103,9 @@ __device__ __forceinline__ Extremes find_extremes(const Members& members, int64_
     if (key > greatest) atomicMax(&greatest, key);
   }
   __syncthreads();
-  const Extremes found = {from_order_key(least), from_order_key(greatest)};
+  const Extremes result = {from_order_key(least), from_order_key(greatest)};
   __syncthreads();  // before the next call writes them
-  return found;
+  return result;
 }
 
 // Calls `visit(place, id)`, between barriers, for every group of a wanted unit of the first warp. Returns the place of the

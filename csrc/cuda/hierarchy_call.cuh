@@ -103,4 +103,17 @@ struct Call : TokenCall {
   }
 };
 
+// Adds the gradients of tiles in aggregates over the segments. The place of a lane that adds is `place_of(leaf)`.
+template <class PlaceOf>
+__device__ __forceinline__ void add_over_segments(const Call& call, const Leaves& leaves, bool adds, PlaceOf place_of) {
+  RunAccumulator accumulator = {};
+  for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
+    if (!adds) return;
+    const int64_t place = place_of(unit.leaf);
+    const double mine = call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()];
+    accumulator.add(call.workspace.aggregate_grad + place, in_steps(mine, int64_t(call.workspace.largest[place])));
+  });
+  accumulator.flush();
+}
+
 }  // namespace hpo

@@ -21,14 +21,7 @@ struct LevelChannel {
 // The gradients of tiles in aggregates, added over segments.
 __device__ __forceinline__ void couple_segments(const Call& call, const Leaves& leaves) {
   const LevelChannel level_channel(call);
-  RunAccumulator accumulator = {};
-  for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
-    if (!level_channel.open) return;
-    const int64_t at = level_channel.at(call, unit.leaf);
-    const double mine = call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()];
-    accumulator.add(call.workspace.aggregate_grad + at, in_steps(mine, int64_t(call.workspace.largest[at])));
-  });
-  accumulator.flush();
+  add_over_segments(call, leaves, level_channel.open, [&](int leaf) { return level_channel.at(call, leaf); });
 }
 
 // shares() for the level and channel of each lane, which takes those of the finer level from its neighbour. The loop of

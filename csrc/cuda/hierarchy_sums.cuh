@@ -141,14 +141,7 @@ __device__ __forceinline__ void raise(uint64_t* largest, double value) {
 
 // The coefficients of tiles, added over segments. Lanes 0 and 1 each take a sign of the advantage, which is the channel here.
 __device__ __forceinline__ void add_coefficients(const Call& call, const Leaves& leaves) {
-  RunAccumulator accumulator = {};
-  for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
-    if (lane() >= 2) return;
-    const int64_t at = call.segment_of(0, unit.leaf) * 2 + lane();
-    const double mine = call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()];
-    accumulator.add(call.workspace.aggregate_grad + at, in_steps(mine, int64_t(call.workspace.largest[at])));
-  });
-  accumulator.flush();
+  add_over_segments(call, leaves, lane() < 2, [&](int leaf) { return call.segment_of(0, leaf) * 2 + lane(); });
 }
 
 // The sums under a settled gate. Lanes 0 and 1 have a word of the segment's log-ratios each, and a sign.

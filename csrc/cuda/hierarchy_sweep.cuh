@@ -32,11 +32,11 @@ __device__ __forceinline__ void clear_gaps(const PolicyLossArgs& args, const Lea
 // The gradients of a window's tokens in aggregates, by place: [kind][column][lane]. Columns and kinds are so far apart that
 // neither writes by lane nor reads by position have many bank conflicts.
 enum Kind { kRisingFlow, kFallingFlow, kPositiveFlow, kNegativeFlow, kKinds };
-constexpr int kColumn = kWarp + 8, kOfKind = 4 * kColumn + 2, kStage = kKinds * kOfKind;
+constexpr int kColumnStride = kWarp + 8, kKindStride = 4 * kColumnStride + 2, kStageSize = kKinds * kKindStride;
 constexpr int kAdders = kWarp / kKinds;  // lanes for each kind
 
-__device__ __forceinline__ int stage_at(int kind, int column, int of_lane) {
-  return kind * kOfKind + column * kColumn + of_lane;
+__device__ __forceinline__ int stage_at(int kind, int column, int staging_lane) {
+  return kind * kKindStride + column * kColumnStride + staging_lane;
 }
 
 // The work of a warp, in shared memory even where all lanes agree, because tokens need the registers.
@@ -45,7 +45,7 @@ struct Work {
   LeafGate gate;
   LevelSlopes slopes;
   float settled;  // the gradient of each token through the aggregate, under a settled gate
-  bool bends;  // the slopes of two levels differ, so that every token has a gradient in an aggregate
+  bool slopes_differ;  // the slopes of two levels differ, so that every token has a gradient in an aggregate
 };
 
 // Work::settled; lanes 0 and 1 have a sign of the advantage each.
@@ -67,17 +67,17 @@ __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& uni
   const bool writes = lane() < 4;
   __syncwarp();  // the tile before is done
   if (lane() == 0) work.unit = unit;
-  double finest = 0.0, finer = 0.0;  // slopes
-  bool bends = false;
+  double finest_slope = 0.0, finer_slope = 0.0;
+  bool slopes_differ = false;
   GateColumn column = {};
   if (channel <= call.hierarchy.split && call.hierarchy.depth > 0) {
     column = gate_column<GATE == kTermGate>(
         call.hierarchy, channel, sign, [&](int k) { return call.log_ratios(k, unit.leaf); },
         [&](int k, double slope) {
-          if (GATE == kSettledGate) finest = slope;
+          if (GATE == kSettledGate) finest_slope = slope;
           else if (writes) work.slopes.slope[k][channel][sign] = slope;
-          bends |= k > 0 && slope != finer;
-          finer = slope;
+          slopes_differ |= k > 0 && slope != finer_slope;
+          finer_slope = slope;
         });
   }
   const float z = column.z + __shfl_down_sync(kFullWarp, column.z, 2);
@@ -91,11 +91,11 @@ __device__ __forceinline__ void begin_work(const Call& call, const LeafUnit& uni
   }
   if (GATE == kSettledGate) {
     const float settled =
-        call.settled && call.does(Stage::broadcast_grad) ? settled_gradient(call, unit.leaf, z, finest) : 0.0f;
+        call.settled && call.does(Stage::broadcast_grad) ? settled_gradient(call, unit.leaf, z, finest_slope) : 0.0f;
     if (lane() == 0) work.settled = settled;
   } else {
-    bends = __any_sync(kFullWarp, bends);
-    if (lane() == 0) work.bends = bends;
+    slopes_differ = __any_sync(kFullWarp, slopes_differ);
+    if (lane() == 0) work.slopes_differ = slopes_differ;
   }
   __syncwarp();
 }
@@ -131,7 +131,7 @@ __device__ __forceinline__ Flow sum_flow(double share) {
   return {{of_kind(kPositiveFlow), of_kind(kNegativeFlow)}, {rising, falling}};
 }
 
-// Leaves this lane's share of the tile's flow in shared memory, to free registers.
+// Sweeps the tokens of a tile. This lane's share of the tile's flow stays in shared memory, to free registers.
 template <bool REFERENCE, int EXTRAS, int GATE>
 __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, HPO_SHARED_POINTER(float) stage,
                                            HPO_SHARED_POINTER(double) places, HPO_SHARED_POINTER(int) events, Totals& totals,
@@ -148,7 +148,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
     const auto sweep_token = [&](auto sound, const auto& inputs, int i, int column, auto& shares) {
       const auto put_flow = [&](const Token& token, const GatedToken& gated, const PolicyTerm& term) {
         if (GATE == kSettledGate || !call.carries || !token.selected) return;
-        if (gated.rising_step == 0.0f && gated.falling_step == 0.0f && !work.bends) return;
+        if (gated.rising_step == 0.0f && gated.falling_step == 0.0f && !work.slopes_differ) return;
         stage[stage_at(kRisingFlow, column, lane())] = term.slope * gated.rising_step;
         stage[stage_at(kFallingFlow, column, lane())] = term.slope * gated.falling_step;
         stage[stage_at(kPositiveFlow, column, lane())] = token.negative ? 0.0f : term.slope;
@@ -180,7 +180,7 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
   Totals::merge(tile, places);
 }
 
-// Keeps the gradients of a tile in the aggregates above it, and raises their largest magnitudes.
+// Stores a tile's gradients in the aggregates above it, and raises the largest magnitudes of these.
 __device__ __forceinline__ void add_aggregate_grad(const Call& call, const LevelChannel& level_channel, int index,
                                                    const Work& work, double share) {
   const Flow flow = sum_flow(share);
@@ -190,7 +190,7 @@ __device__ __forceinline__ void add_aggregate_grad(const Call& call, const Level
   raise(call.workspace.largest + level_channel.at(call, work.unit.leaf), mine);
 }
 
-// Whether a multiprocessor holds three blocks, with as many registers as spill nothing, and not two.
+// Whether three blocks fit on a multiprocessor without spilled registers; else two do.
 constexpr bool is_light(bool reference, int extras, int gate) { return !reference && extras == kNoExtras && gate != kTermGate; }
 
 template <bool REFERENCE, int EXTRAS, int GATE>
@@ -199,9 +199,9 @@ __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 
   HPO_SHARED(int, events, [kMetrics]);
   HPO_SHARED(Leaves, leaves, );
   HPO_SHARED(Work, works, [kWarps]);
-  HPO_SHARED(float, stage, [GATE == kSettledGate ? 1 : kWarps * kStage]);
+  HPO_SHARED(float, stage, [GATE == kSettledGate ? 1 : kWarps * kStageSize]);
   HPO_SHARED(double, shares, [kThreads]);
-  HPO_SHARED(Totals, waiting, [EXTRAS != kNoExtras ? kThreads : 1]);  // because tokens with all inputs leave no registers
+  HPO_SHARED(Totals, shared_totals, [EXTRAS != kNoExtras ? kThreads : 1]);  // because tokens with all inputs leave no registers
   const PolicyLossArgs& args = call.gate.args;
   if (threadIdx.x < kMetrics) events[threadIdx.x] = 0;
   if constexpr (GATE == kSettledGate) {
@@ -226,14 +226,14 @@ __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 
   }
   clear_gaps(args, leaves);
   const auto places = warps + warp_in_block() * kPlaces;
-  Totals own;
-  Totals& totals = EXTRAS != kNoExtras ? waiting[threadIdx.x] : own;
+  Totals local_totals;
+  Totals& totals = EXTRAS != kNoExtras ? shared_totals[threadIdx.x] : local_totals;
   totals = Totals::empty(places);
   for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
     Work& work = works[warp_in_block()];
     double& share = shares[threadIdx.x];
     begin_work<GATE>(call, unit, work);
-    sweep_tile<REFERENCE, EXTRAS, GATE>(call, work, stage + (GATE == kSettledGate ? 0 : warp_in_block() * kStage), places,
+    sweep_tile<REFERENCE, EXTRAS, GATE>(call, work, stage + (GATE == kSettledGate ? 0 : warp_in_block() * kStageSize), places,
                                         events, totals, share);
     if (GATE != kSettledGate && call.carries) add_aggregate_grad(call, LevelChannel(call), index, work, share);
   });

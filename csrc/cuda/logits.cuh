@@ -94,8 +94,8 @@ __device__ __forceinline__ int first_column(int vector) {
   return (vector * kThreads + int(threadIdx.x)) * kPerVector<Type>;
 }
 
-// One thread of a block calls this: where a kernel also uses a load's pointer as a number, nvcc for sm_100 no longer knows that
-// it points to global memory.
+// Only one thread of a block may call this: if every thread used the pointer of its loads as a number, nvcc for sm_100 would
+// no longer know that the pointer is to global memory.
 template <class Type>
 __device__ __forceinline__ int elements_before_vector(const void* array, int64_t offset) {
   const uint64_t place = reinterpret_cast<uintptr_t>(array) / sizeof(typename Type::Element) + uint64_t(offset);

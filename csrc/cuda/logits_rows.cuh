@@ -184,21 +184,21 @@ struct GradientRow {
 template <class Type>
 __device__ __forceinline__ GradientRow gradient_row(const LogprobsBackwardArgs& args, int64_t index, const Row& row,
                                                     const RowUpstream& upstream) {
-  GradientRow found{};
-  found.to = offset_of_gradient(args, index);
-  const int before = elements_before_vector<Type>(args.grad, found.to);
-  found.head = kHasHead<Type> ? before : 0;
-  found.wide = before == found.head;
-  if (row.is_ignored || upstream.is_zero()) return found;
-  found.row = row;
-  found.row.is_read &= upstream.is_defined();
-  found.fill = NAN;
-  if (!found.row.is_read) return found;
-  found.wide &= before == elements_before_vector<Type>(args.given.logits, row.offset);
-  if (!found.wide) found.head = 0;
-  found.top = upstream.top;
-  found.gradient = gradient_of(row.exponent, upstream, row.logit);
-  return found;
+  GradientRow result{};
+  result.to = offset_of_gradient(args, index);
+  const int before = elements_before_vector<Type>(args.grad, result.to);
+  result.head = kHasHead<Type> ? before : 0;
+  result.wide = before == result.head;
+  if (row.is_ignored || upstream.is_zero()) return result;
+  result.row = row;
+  result.row.is_read &= upstream.is_defined();
+  result.fill = NAN;
+  if (!result.row.is_read) return result;
+  result.wide &= before == elements_before_vector<Type>(args.given.logits, row.offset);
+  if (!result.wide) result.head = 0;
+  result.top = upstream.top;
+  result.gradient = gradient_of(row.exponent, upstream, row.logit);
+  return result;
 }
 
 template <class Type>
@@ -210,16 +210,17 @@ __device__ __forceinline__ unsigned word_of(float value) {
 }
 
 template <class Type, bool kFloored, int kCount>
-__device__ __forceinline__ void differentiate(const GradientRow& found, unsigned (&words)[kCount]) {
-  const Exponent& exponent = found.row.exponent;
+__device__ __forceinline__ void differentiate(const GradientRow& gradient_row, unsigned (&words)[kCount]) {
+  const Exponent& exponent = gradient_row.row.exponent;
 #pragma unroll
   for (unsigned& word : words) {
     float lanes[Type::kPerWord];
 #pragma unroll
     for (int lane = 0; lane < Type::kPerWord; ++lane) {
-      const float x = Type::lane(word, lane), delta = x - found.top;
-      const float gradient = Type::exp(exponent, delta) * fused(found.gradient.slope, delta, found.gradient.constant);
-      lanes[lane] = delta >= exponent.least && (!kFloored || x >= found.row.floor) ? gradient : 0.0f;
+      const float x = Type::lane(word, lane), delta = x - gradient_row.top;
+      const float gradient =
+          Type::exp(exponent, delta) * fused(gradient_row.gradient.slope, delta, gradient_row.gradient.constant);
+      lanes[lane] = delta >= exponent.least && (!kFloored || x >= gradient_row.row.floor) ? gradient : 0.0f;
     }
     word = Type::pack(lanes);
   }
@@ -230,18 +231,19 @@ __device__ __forceinline__ void differentiate(const GradientRow& found, unsigned
 template <class Type, bool kFloored, Cached kCached, bool kAhead = false>
 __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& args, const GradientRow& shared) {
   using Element = typename Type::Element;
-  const GradientRow found = shared;
-  const int64_t head = kHasHead<Type> ? min(int64_t(found.head), args.given.columns) : 0, columns = args.given.columns - head;
-  const auto* const from = static_cast<const Element*>(args.given.logits) + found.row.offset + head;
-  auto* const to = static_cast<Element*>(args.grad) + found.to + head;
-  const bool wide = found.wide;
-  const unsigned fill = word_of<Type>(found.fill);
+  const GradientRow gradient_row = shared;
+  const int64_t head = kHasHead<Type> ? min(int64_t(gradient_row.head), args.given.columns) : 0,
+                columns = args.given.columns - head;
+  const auto* const from = static_cast<const Element*>(args.given.logits) + gradient_row.row.offset + head;
+  auto* const to = static_cast<Element*>(args.grad) + gradient_row.to + head;
+  const bool wide = gradient_row.wide;
+  const unsigned fill = word_of<Type>(gradient_row.fill);
   if (int64_t(threadIdx.x) < head) {
     const int64_t at = int64_t(threadIdx.x) - head;
     unsigned word[1] = {fill};
-    if (found.row.is_read) {
+    if (gradient_row.row.is_read) {
       word[0] = from[at];
-      differentiate<Type, kFloored>(found, word);
+      differentiate<Type, kFloored>(gradient_row, word);
     }
     to[at] = Element(word[0]);
   }
@@ -251,9 +253,9 @@ __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& ar
   const auto store = [&](auto whole, int64_t step, unsigned (&words)[kWords]) {
     store_step<Type, decltype(whole)::value, kCached>(words, to, columns, wide, step);
   };
-  if (kAhead && found.row.is_read) {
+  if (kAhead && gradient_row.row.is_read) {
     for_each_step_ahead<Type>(columns, wide, load, [&](auto whole, int64_t step, unsigned (&words)[kWords]) {
-      differentiate<Type, kFloored>(found, words);
+      differentiate<Type, kFloored>(gradient_row, words);
       store(whole, step, words);
     });
   } else
@@ -261,16 +263,16 @@ __device__ __forceinline__ void differentiate_row(const LogprobsBackwardArgs& ar
       unsigned words[kWords];
 #pragma unroll
       for (unsigned& word : words) word = fill;
-      if (!kAhead && found.row.is_read) {
+      if (!kAhead && gradient_row.row.is_read) {
         load(whole, step, words);
-        differentiate<Type, kFloored>(found, words);
+        differentiate<Type, kFloored>(gradient_row, words);
       }
       store(whole, step, words);
     });
   __syncthreads();  // the row is written, and all threads have read `shared`
-  if (threadIdx.x == 0 && found.row.is_read && found.row.column >= 0) {
-    const Element target = Element(word_of<Type>(found.gradient.target));
-    memcpy(to + found.row.column - head, &target, sizeof target);
+  if (threadIdx.x == 0 && gradient_row.row.is_read && gradient_row.row.column >= 0) {
+    const Element target = Element(word_of<Type>(gradient_row.gradient.target));
+    memcpy(to + gradient_row.row.column - head, &target, sizeof target);
   }
 }
 

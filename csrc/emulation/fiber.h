@@ -92,7 +92,7 @@ class Fiber {
   };
   Stack stack() const { return {reinterpret_cast<uintptr_t>(bottom_)}; }
 
-  // Leaves this fiber, which must be the running one, for another; returns when a fiber switches back.
+  // Switches from this fiber, which must be the running one, to another; returns when a fiber switches back.
   void switch_to(Fiber& other) {
     left_ = this;
     entered_ = &other;

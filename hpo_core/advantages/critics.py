@@ -154,7 +154,7 @@ def hiper(
     closes = torch.ones_like(begins)  # the last turn of a segment
     closes[:-1] = begins[1:]
 
-    # Chains of their own: no gain of 0 keeps a NaN of one segment from those before it.
+    # Segments are chains of their own, because a gain of 0 would not keep a NaN of one segment from those before it.
     segments = chains(torch.where(valid, begins.cumsum(0), -1))
     cut = valid & steps.ends() & (steps.sorted(is_truncated) if is_truncated is not None else False)
     high_behind = torch.where(cut, segments.first(high), steps.following(high))
@@ -167,7 +167,7 @@ def hiper(
     streams = [inside(difference, gamma * low_lam)]
     # The worth of a segment at each of its turns, V_high of the next one included.
     worth = inside(reward + gamma * torch.where(closes, high_behind, 0.0), gamma)
-    # gamma^n and the next segment's difference reach a turn through those between.
+    # gamma^n and the difference of the next segment reach a turn through the turns between.
     gains = torch.full_like(reward, gamma).masked_fill(closes, gamma * high_lam)
     begun = torch.where(begins, worth - high, 0.0)
     later = scan(torch.where(closes, gamma * high_lam * steps.following(begun), 0.0), gains, steps.cu_seqlens, backend)

@@ -183,7 +183,8 @@ def grpo_leave_one_out(
     member, exact, n = members_of(rewards, group, mask), rewards.double(), group.members
     own = n / (n - 1).clamp(min=1) * (exact - group.mean).square()
     squares = torch.where(member, (group.squares - own).clamp(min=0), group.squares)
-    # That difference loses at most a factor of 2, but for the only unit at an end of its group, which may be all of it.
+    # The difference keeps half of the squares or more, unless the unit is alone at an end of its group. There it may
+    # lose every digit, and the squares of the other members replace it.
     for end in (group.least, group.greatest):
         rest = segments.statistics(rewards, group_ids, mask=member & (exact != end), backend=backend)
         squares = torch.where(member & (exact == end) & (rest.members == n - 1), rest.squares, squares)
@@ -354,7 +355,7 @@ def dgpo(
         right = segments.statistics(accuracy, group_ids, mask=scorable(rewards, mask), backend=backend).mean
         # Once per group: each of its n members stands for 1 / n of it.
         share = torch.where(differs, 1 / group.members.clamp(min=1), 0.0)
-        # Kernels compare it so: no group is harder than the hardest, however large accuracies are.
+        # The form in which kernels compare it: then no group is harder than the hardest, however large accuracies are.
         ease = about_group(torch.where(right == 0, 1.0, right), rewards, None, mask=differs, backend=backend).double()
         hardest = segments.statistics(ease, None, mask=differs, backend=backend).least  # of the batch, on whatever rank
         hardness = torch.exp((hardest - ease) / temperature)
@@ -432,6 +433,8 @@ def reinforce_pp_baseline(
     Args:
         lengths: ``[S]`` floating point, tokens of each response: the batch's statistics are those of tokens.
         singleton: verl keeps the raw reward of a group of one; ``"zero"`` starts from 0.
+
+    Traps: the whitening moves a group of equal rewards off 0, where the batch has a mean of tokens.
 
     >>> r, ids = torch.tensor([1.0, 0, 0, 1, 2, 4, 6]), torch.tensor([0, 0, 0, 0, 1, 1, 1])
     >>> reinforce_pp_baseline(r, ids, torch.tensor([3.0, 1, 2, 4, 5, 1, 2]))

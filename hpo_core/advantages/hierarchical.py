@@ -193,7 +193,8 @@ def peco(
 
     The number of executor rows changes nothing. A prompt with one planner gives 0.
 
-    Traps: where all planners of a prompt have one reward an executor with another gets the difference over eps alone.
+    Traps: where all planners of a prompt have the same reward, an executor with another one gets their difference
+    divided by eps.
 
     Args:
         is_planner: ``[S]`` bool.
@@ -202,8 +203,8 @@ def peco(
     tensor([ 0.7071, -0.7071,  0.7071,  0.7071])
     """
     check_units(rewards=rewards, group_ids=group_ids, is_planner=is_planner)
-    everybody = torch.ones_like(is_planner)
-    return grpo(rewards, group_ids, mask=is_planner, apply_mask=everybody, ddof=ddof, eps=eps, backend=backend)
+    all_units = torch.ones_like(is_planner)
+    return grpo(rewards, group_ids, mask=is_planner, apply_mask=all_units, ddof=ddof, eps=eps, backend=backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -303,18 +304,18 @@ def hbpo(
     beyond, within = beta * torch.cos(quarter * n) - alpha * (n - b).abs(), beta * torch.cos(quarter * b)
     reward = torch.minimum(beyond, within) if as_code else torch.where(n <= b, within, beyond)
     scored = scorable(lengths, torch.isfinite(budgets))
-    most = longest if as_code else b.clamp(min=longest)  # within a budget above L is f2, too
-    reward = torch.where(is_correct & (n <= most), reward, 0.0)
-    # The lack of a budget's mean is taken unit by unit: without one it is exactly 0.
+    longest_rewarded = longest if as_code else b.clamp(min=longest)  # within a budget above L is f2, too
+    reward = torch.where(is_correct & (n <= longest_rewarded), reward, 0.0)
+    # The gap of each unit, not the difference of two means: where no unit has a gap it is exactly 0.
     rewards, gaps = (
         as_advantages(torch.where(scored, each, torch.nan), lengths, backend) for each in (reward, reward - within)
     )
     # Budgets are compared as the bits they are.
     subgroup = dense_ids(group_ids, budgets.float().contiguous().view(torch.int32))
-    twice = 2.0 if as_code else 1.0
+    inside_weight = 2.0 if as_code else 1.0
     terms = [
         Term(rewards, group_ids, GroupTerm(eps=eps)),
-        Term(gaps, subgroup, GroupTerm(part=Part.MEAN, coefficient=twice)),
+        Term(gaps, subgroup, GroupTerm(part=Part.MEAN, coefficient=inside_weight)),
     ]
     return combine(terms, backend=backend)
 

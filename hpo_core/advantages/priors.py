@@ -58,7 +58,7 @@ def bnpo(
     means = torch.where(group.members > 1, means, 0.0)
     center = total(once * means) / groups
     spread = total(once * (means - center).square()) / (groups - 1)
-    # Below, the weights would follow the rounding of rewards, and the logarithms of gamma functions cancel.
+    # With a smaller spread the weights would follow the rounding of rewards, and logarithms of gamma functions cancel.
     spread = torch.where((groups > 1.5) & (spread > 1e-12), spread, 1.0)
     room = center * (1 - center) / spread - 1
     alpha, beta = (torch.clamp(1 + room * part / 3, min=1) for part in (center, 1 - center))

@@ -11,6 +11,7 @@ from ..checks import check, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import GroupTerm, Part, Provenance
 from .flat import grpo, grpo_of_exact
+from .hierarchical import thor
 from .returns import once
 from .schedules import craft_gui, datarus, v05_samples
 from .selection import ordered
@@ -72,8 +73,7 @@ def himac(
     tensor([ 1.3056, -0.7833,  0.2611, -0.7833])
     """
     check_units(rewards=rewards, group_ids=group_ids, is_macro=is_macro, blueprint_ids=blueprint_ids)
-    blueprint = torch.where(is_macro, 0, blueprint_ids)
-    return grpo(rewards, dense_ids(group_ids, is_macro.to(torch.int64), blueprint), eps=eps, backend=backend)
+    return thor(rewards, group_ids, ~is_macro, blueprint_ids, eps=eps, backend=backend)
 
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)
@@ -180,8 +180,8 @@ def hi_grpo(
     check_finite(carry=carry)
     plan, detail = stage_rewards
     check_units(stage_rewards=plan, group_ids=group_ids)
-    together = about_group(plan.double() + carry * detail.double(), stage_rewards, group_ids, backend=backend)
-    return torch.stack([grpo(reward, group_ids, eps=eps, backend=backend) for reward in (together, detail)])
+    plan_and_detail = about_group(plan.double() + carry * detail.double(), stage_rewards, group_ids, backend=backend)
+    return torch.stack([grpo(reward, group_ids, eps=eps, backend=backend) for reward in (plan_and_detail, detail)])
 
 
 @estimator(Provenance.RECONSTRUCTED)
@@ -404,12 +404,12 @@ def dynamic_contrastive(
     """
     check_units(rewards=rewards, group_ids=group_ids, lengths=lengths, mask=mask)
     check(best >= 0 and worst >= 0, "best, worst: expected counts >= 0, got {} and {}", best, worst)
-    known = scorable(lengths, mask)
+    scored = scorable(lengths, mask)
     # Long before short, then by reward: stable sorts keep the first where the second ties.
-    order = torch.sort(torch.where(known, lengths, 0.0), descending=True, stable=True).indices
+    order = torch.sort(torch.where(scored, lengths, 0.0), descending=True, stable=True).indices
     ids = None if group_ids is None else group_ids[order]
-    groups, rank, size = ordered(rewards[order], ids, known[order])
+    groups, rank, size = ordered(rewards[order], ids, scored[order])
     chosen = groups.unsorted(((rank < worst) | (rank >= size - best)) & (groups.chain >= 0))
-    back = torch.empty_like(chosen)
-    back[order] = chosen
-    return back
+    selection = torch.empty_like(chosen)
+    selection[order] = chosen
+    return selection

@@ -89,11 +89,11 @@ def _once(
     tensors: list[torch.Tensor | None], convert: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
     """Each converted; one tensor given to several terms stays one, by which kernels know that they share a grouping."""
-    found: list[torch.Tensor | None] = []
+    converted: list[torch.Tensor | None] = []
     for index, tensor in enumerate(tensors):
-        earlier = [found[other] for other in range(index) if tensors[other] is tensor]
-        found.append(None if tensor is None else earlier[0] if earlier else convert(tensor))
-    return tuple(found)
+        earlier = [converted[other] for other in range(index) if tensors[other] is tensor]
+        converted.append(None if tensor is None else earlier[0] if earlier else convert(tensor))
+    return tuple(converted)
 
 
 def estimator(

@@ -47,9 +47,9 @@ def reinforce_pp(
     check_tokens(batch, token_rewards=token_rewards)
     check_discounts(gamma=gamma)
     valid = valid_tokens(batch)
-    values = torch.where(valid, token_rewards, 0.0)
-    gains = torch.where(valid, torch.full_like(values, gamma, dtype=torch.float64), 1.0)  # exact over long rows
-    exact = torch.where(valid, scan(values, gains, batch.cu_seqlens, backend), 0.0)
+    valid_rewards = torch.where(valid, token_rewards, 0.0)
+    gains = torch.where(valid, torch.full_like(valid_rewards, gamma, dtype=torch.float64), 1.0)  # exact over long rows
+    exact = torch.where(valid, scan(valid_rewards, gains, batch.cu_seqlens, backend), 0.0)
     return finished_tokens(exact, token_rewards, valid, whitened, backend)
 
 
@@ -70,8 +70,8 @@ def remax(
     check_tokens(batch, token_rewards=token_rewards)
     check_rows(batch, greedy_rewards=greedy_rewards)
     valid = valid_tokens(batch)
-    values = torch.where(valid, token_rewards, 0.0)
-    returns = scan(values, torch.ones_like(values), batch.cu_seqlens, backend)
+    valid_rewards = torch.where(valid, token_rewards, 0.0)
+    returns = scan(valid_rewards, torch.ones_like(valid_rewards), batch.cu_seqlens, backend)
     exact = torch.where(valid, known(returns - spread_rows(greedy_rewards.double(), batch, 0.0)), 0.0)
     return as_advantages(exact, token_rewards, backend)
 
@@ -131,9 +131,9 @@ def rl_zvp(
     scored = grouped(torch.isfinite(rewards), group_ids)
     flat = scored & (group.least == group.greatest)
     entropy = torch.where(torch.isfinite(entropy), entropy, torch.nan)
-    most = statistics(entropy, row, mask=valid, backend=backend).greatest
+    greatest = statistics(entropy, row, mask=valid, backend=backend).greatest
     right = spread_rows(rewards > threshold, batch, False)
-    shaped = torch.where(right, alpha * entropy, alpha * (entropy - most)).to(advantages.dtype)
+    shaped = torch.where(right, alpha * entropy, alpha * (entropy - greatest)).to(advantages.dtype)
     others = spread_rows(known(torch.where(scored, advantages, 0.0)), batch, 0.0)
     return torch.where(valid, torch.where(spread_rows(flat, batch, False), shaped, others), 0.0)
 
@@ -169,8 +169,8 @@ def iw_opd(
     gap = torch.where(valid_tokens(batch), known(teacher_logp.double() - old_logp.double()), 0.0)
     tokens = _trajectories(batch)
     size = tokens.sorted(gap.abs())
-    left = scan(size, torch.ones_like(size), tokens.cu_seqlens, backend)
-    share = left / torch.where(size > 0, tokens.first(left), 1.0)  # a gap of 0 has no use for its weight
+    remaining = scan(size, torch.ones_like(size), tokens.cu_seqlens, backend)
+    share = remaining / torch.where(size > 0, tokens.first(remaining), 1.0)  # a gap of 0 has no use for its weight
     return as_advantages((1 + gamma * tokens.unsorted(share)) * gap, teacher_logp, backend)
 
 
@@ -207,8 +207,8 @@ def otb(
     token = torch.arange(batch.total_tokens, device=row.device)
     first = torch.full((batch.rows,), batch.total_tokens, dtype=torch.int64, device=row.device)
     if batch.rows:
-        reached = torch.where(valid_tokens(batch), token, batch.total_tokens)
-        first = first.scatter_reduce(0, row.clamp(min=0), reached, "amin")
+        valid_token = torch.where(valid_tokens(batch), token, batch.total_tokens)
+        first = first.scatter_reduce(0, row.clamp(min=0), valid_token, "amin")
     position = token - spread_rows(first, batch, 0)
     return _against_positions(
         token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance, position, backend
@@ -367,8 +367,8 @@ def _along_trajectories(
 ) -> torch.Tensor:
     """GAE of valid tokens, whitened over them where asked."""
     valid = valid_tokens(batch)
-    given, value = torch.where(valid, token_rewards, 0.0), torch.where(valid, values, 0.0)
-    exact = generalised_advantages(given, value, trajectories, gamma, lam, backend=backend)
+    reward, value = torch.where(valid, token_rewards, 0.0), torch.where(valid, values, 0.0)
+    exact = generalised_advantages(reward, value, trajectories, gamma, lam, backend=backend)
     return finished_tokens(torch.where(valid, exact, 0.0), token_rewards, valid, whitened, backend)
 
 
@@ -406,16 +406,16 @@ def t_ppo(
     row = batch.row_of_token()
     valid = valid_tokens(batch)
     value = torch.where(valid, values, 0.0)
-    seen = valid.to(value.dtype)
+    is_valid = valid.to(value.dtype)
 
     def behind(tokens: torch.Tensor) -> torch.Tensor:
         """The value of the next valid token of each token's row; 0 behind the last."""
-        found = scan(tokens, 1 - seen, batch.cu_seqlens, backend).to(tokens.dtype)
-        following = torch.zeros_like(found)
-        following[:-1] = torch.where(row[1:] == row[:-1], found[1:], 0.0)
+        scanned = scan(tokens, 1 - is_valid, batch.cu_seqlens, backend).to(tokens.dtype)
+        following = torch.zeros_like(scanned)
+        following[:-1] = torch.where(row[1:] == row[:-1], scanned[1:], 0.0)
         return following
 
-    cut = spread_rows(is_truncated, batch, False) & (behind(seen) == 0)
+    cut = spread_rows(is_truncated, batch, False) & (behind(is_valid) == 0)
     following = torch.where(cut, value, behind(value))
     exact = token_rewards.double() + gamma * following.double() - value  # values far from 0 cancel
     difference = torch.where(valid, exact, 0.0)

@@ -70,18 +70,18 @@ def _blocks_of(batch: PackedBatch, whole: str | None) -> Iterator[list[int]]:
         for row in range(batch.rows)
     ]
     block: list[int] = []
-    seen: set[tuple[str, int]] = set()
+    finished: set[tuple[str, int]] = set()
     for row in range(batch.rows):
         if block and not names[row].items() & names[row - 1].items():
-            seen |= {name for earlier in block for name in names[earlier].items()}
+            finished |= {name for earlier in block for name in names[earlier].items()}
             yield block
             block = []
-        torn = next((name for name in names[row].items() if name in seen), None)
+        split = next((name for name in names[row].items() if name in finished), None)
         check(
-            torn is None,
+            split is None,
             "{0}_ids: the rows of {0} {1} are not consecutive, so micro-batches would tear it; sort them first, "
             "batch.select(batch.{0}_ids.argsort(stable=True))",
-            *(torn or ("", "")),
+            *(split or ("", "")),
         )
         block.append(row)
     if block:

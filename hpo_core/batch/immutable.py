@@ -52,10 +52,10 @@ class Immutable:
             "batch: expected a batch that an earlier call has seen, got a new or changed one inside a CUDA graph; "
             "levels over a process group read sizes on the host: call the loss once before the capture",
         )
-        made = make(self, *arguments)
+        result = make(self, *arguments)
         if state is not None and not torch.is_inference_mode_enabled():  # autograd cannot save inference tensors
-            self._cache[key] = (state, made)
-        return made
+            self._cache[key] = (state, result)
+        return result
 
     def _state(self, static: bool) -> list[int] | None:
         """Versions and addresses of the tensors, which differ after any change; None for tensors without versions."""

@@ -48,8 +48,8 @@ class PackedBatch(Immutable):
         cu_steps: ``[N + 1]`` offsets of steps that tile every row. At most one of ``cu_steps`` and ``steps``.
         steps: ``[N, 2]`` half-open token ranges, in order, with gaps allowed; each inside one row.
         step_ids: ``[N]`` any integers: ranges with equal ids form one step, so a step may have gaps, or continue in
-            another row or on another rank. A range with a negative id is a step of its own. Default: each range is a
-            step.
+            another row of its trajectory or on another rank. A range with a negative id is a step of its own. Default:
+            each range is a step.
         trajectory_ids: ``[S]`` any integers: rows with equal ids form one trajectory. Default: each row is a
             trajectory.
         group_ids: ``[S]`` any integers: the prompt group of each row (advantages). A negative id means no group: as a

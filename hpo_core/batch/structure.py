@@ -54,9 +54,9 @@ def checked_tensors(
     check(total_tokens >= 0, "total_tokens: expected a count >= 0, got {}", total_tokens)
     if mask is not None:
         check_shape("mask", mask, (total_tokens,), "[T]", "for a padded [B, L] mask use PackedBatch.from_padded(mask)")
-        raw, mask = mask, as_bool(mask)
-        if validate and raw is not mask:
-            check_zeros_and_ones(raw)
+        given_mask, mask = mask, as_bool(mask)
+        if validate and given_mask is not mask:
+            check_zeros_and_ones(given_mask)
     check(cu_steps is None or steps is None, "steps: give cu_steps or steps, not both")
     check(
         cu_steps is None or (cu_steps.dim() == 1 and cu_steps.numel() >= 1),

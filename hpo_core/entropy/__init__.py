@@ -2,7 +2,8 @@
 made of them.
 
 Common arguments:
-    entropy: ``[T]`` floating point, in nats: a constant of the differentiation, except in penalties.
+    entropy: ``[T]`` float32 or float64, in nats: a constant of the differentiation, except in penalties. Functions that
+        only average entropies take 16 bits, too.
     batch: a :class:`~hpo_core.PackedBatch`. If it is padded, tensors ``[T]`` may be ``[B, L]``, and so are the results.
         Values at masked positions are not read.
     logp, old_logp, advantages, advantage_level: as in :func:`~hpo_core.policy_loss`.

@@ -52,7 +52,7 @@ def skywork_coefficient(
     ControlledCoefficient(state=tensor(1.0000e-04), coefficient=tensor(1.0000e-04))
     """
     _check_scalars(coefficient=coefficient, entropy=entropy)
-    return _stepped(coefficient, entropy, entropy < target, delta, least, most)
+    return _step_coefficient(coefficient, entropy, entropy < target, delta, least, most)
 
 
 @preset(Provenance.VERIFIED)
@@ -65,7 +65,8 @@ def trl_coefficient(
     least: float = 0.0,
     most: float = 1.0,
 ) -> ControlledCoefficient:
-    """TRL's variant of :func:`skywork_coefficient`: it grows and counts at the target, too, and steps are larger.
+    """TRL's variant of :func:`skywork_coefficient`: the coefficient grows and counts at the target, too, in larger
+    steps.
 
     Args:
         delta: the step of the coefficient, which stays within ``least`` and ``most``.
@@ -75,10 +76,10 @@ def trl_coefficient(
     ControlledCoefficient(state=tensor(0.0150), coefficient=tensor(0.0150))
     """
     _check_scalars(coefficient=coefficient, entropy=entropy)
-    return _stepped(coefficient, entropy, entropy <= target, delta, least, most)
+    return _step_coefficient(coefficient, entropy, entropy <= target, delta, least, most)
 
 
-def _stepped(
+def _step_coefficient(
     coefficient: torch.Tensor, entropy: torch.Tensor, grows: torch.Tensor, delta: float, least: float, most: float
 ) -> ControlledCoefficient:
     check(delta >= 0, "delta: expected a number >= 0, got {}", delta)
@@ -86,8 +87,8 @@ def _stepped(
     check(0 <= least <= most, "least: expected a coefficient from 0 to {} (most), got {}", most, least)
     old = coefficient.detach()
     moved = torch.where(grows, old + delta, old - delta).clamp(least, most)
-    seen = torch.isfinite(entropy)
-    return ControlledCoefficient(torch.where(seen, moved, old), torch.where(seen & grows, moved, 0.0))
+    known = torch.isfinite(entropy)
+    return ControlledCoefficient(torch.where(known, moved, old), torch.where(known & grows, moved, 0.0))
 
 
 @preset(Provenance.VERIFIED)
@@ -102,9 +103,9 @@ def entropic(
     """EntroPIC: the coefficient ``alpha = K_p e + K_i sum of earlier e``, clipped to [-1, 1], e the entropy's distance
     above its target (arXiv 2511.15248; repository yk7333/EntroPIC).
 
-    It is no bonus's: ``alpha r |A|`` is a second objective of the tokens whose probability is above 0.95, without a
-    clip. Where the entropy is too low, alpha < 0 reduces the rise of likely tokens by a success, and pushes them
-    further down in a failure.
+    The coefficient is not that of an entropy bonus: ``alpha r |A|`` is a second objective of tokens whose probability
+    is above 0.95, without a clip. Where the entropy is too low, alpha < 0 reduces the rise of likely tokens by a
+    success, and pushes them further down in a failure.
 
     Args:
         integral: 0-dim, the state, the sum of errors so far; 0 at the start.
@@ -165,8 +166,8 @@ def epo_phase(step: float, steps: float, gamma: float = 1.0, compat: str = "pape
 
     Args:
         step, steps: k and K.
-        compat: "code": a weight of the distance by epoch, ``1 - 0.2 (1 - exp(-2 e / 75))`` up to epoch 75
-            (half of K), then ``0.8 exp(-3 (e - 75) / 75)``, with a jump between them.
+        compat: "code": a weight of the distance by epoch, ``1 - 0.2 (1 - exp(-2 e / h))`` up to epoch
+            ``h = floor(K / 2)``, 75 in the code, then ``0.8 exp(-3 (e - h) / (K - h))``, with a jump between them.
 
     >>> round(epo_phase(1, 120), 6), round(epo_phase(75, 150, compat="code"), 6)
     (1.983471, 0.827067)
@@ -195,11 +196,11 @@ def ares_kappa(
     >>> ares_kappa(*given, budget=0.01, rate=0.1, least=0.1, most=10.0)
     tensor([1.1000, 1.0000])
     """
-    _check_buckets(kappa=kappa, divergence=divergence)
+    _check_difficulties(kappa=kappa, divergence=divergence)
     check(budget > 0, "budget: expected a divergence > 0, got {}", budget)
     check(least <= most, "least: expected a coefficient <= {} (most), got {}", most, least)
-    moved = kappa.detach() * (1 + rate * (divergence.detach() / budget - 1))
-    return torch.where(torch.isfinite(divergence), moved.clamp(least, most), kappa.detach())
+    updated = kappa.detach() * (1 + rate * (divergence.detach() / budget - 1))
+    return torch.where(torch.isfinite(divergence), updated.clamp(least, most), kappa.detach())
 
 
 class AresPenalty(NamedTuple):
@@ -265,31 +266,33 @@ def ares_penalty(
     """
     check(period >= 1, "period: expected a number of calls >= 1, got {}", period)
     check(least <= most, "least: expected a coefficient <= {} (most), got {}", most, least)
-    _check_buckets(divergence=divergence, beta=state.beta, average=state.average, error=state.error)
+    _check_difficulties(divergence=divergence, beta=state.beta, average=state.average, error=state.error)
     check_dtype("calls", state.calls, (torch.int64,), "take the state as ares_penalty returned it")
     check_shape("calls", state.calls, (), "[] (as ares_penalty returned it)")
     check_device("calls", state.calls, divergence.device, "divergence")
-    seen = torch.isfinite(divergence)
-    given = torch.where(seen, divergence.detach(), 0.0)
+    known = torch.isfinite(divergence)
+    latest = torch.where(known, divergence.detach(), 0.0)
     first = state.average.isnan()
-    average = torch.where(first, given, memory * torch.where(first, 0.0, state.average) + (1 - memory) * given)
+    average = torch.where(first, latest, memory * torch.where(first, 0.0, state.average) + (1 - memory) * latest)
     calls, distance = state.calls + 1, average / target - 1
-    moves = seen & (calls % period == 0) & (distance.abs() >= dead_zone)
+    moves = known & (calls % period == 0) & (distance.abs() >= dead_zone)
     error = torch.where(moves, memory * state.error + (1 - memory) * distance, state.error)
-    moved = (state.beta * torch.exp(rate * error.clamp(-clip, clip))).clamp(least, most)
-    return AresPenalty(torch.where(moves, moved, state.beta), torch.where(seen, average, state.average), error, calls)
+    updated = (state.beta * torch.exp(rate * error.clamp(-clip, clip))).clamp(least, most)
+    return AresPenalty(
+        torch.where(moves, updated, state.beta), torch.where(known, average, state.average), error, calls
+    )
 
 
-def _check_scalars(**given: torch.Tensor) -> None:
-    (first_name, first), *_ = given.items()
-    for name, tensor in given.items():
+def _check_scalars(**tensors: torch.Tensor) -> None:
+    (first_name, first), *_ = tensors.items()
+    for name, tensor in tensors.items():
         check_scalar(name, tensor, first.device, first_name)
 
 
-def _check_buckets(**given: torch.Tensor) -> None:
-    (first_name, first), *_ = given.items()
+def _check_difficulties(**tensors: torch.Tensor) -> None:
+    (first_name, first), *_ = tensors.items()
     check(first.dim() == 1, "{}: expected shape [D] (one per difficulty), got {}", first_name, list(first.shape))
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         check_precise(name, tensor, f"use {name}.float()")
         check_shape(name, tensor, first.shape, f"[D] (that of {first_name})")
         check_device(name, tensor, first.device, first_name)

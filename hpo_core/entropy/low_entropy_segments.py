@@ -41,8 +41,8 @@ def less_tokens(
     >>> less_tokens(entropy, PackedBatch.from_lengths([5]), length=2)
     tensor([ True,  True,  True, False, False])
     """
-    given = read(batch, entropy=entropy)
-    below, _ = _below(given, batch, quantile, backend)
+    signal = read(batch, entropy=entropy)
+    below, _ = _below(signal, batch, quantile, backend)
     return opened(below, batch, length, backend=backend)
 
 
@@ -81,21 +81,23 @@ def less(
     """
     check_rows(batch, advantages=advantages, is_correct=is_correct)
     check_tokens(batch, segment_ids=segment_ids)
-    given, row = read(batch, entropy=entropy), batch.row_of_token()
-    some = row_counts(batch, given.usable) > 0
+    signal, row = read(batch, entropy=entropy), batch.row_of_token()
+    some = row_counts(batch, signal.usable) > 0
     alike = statistics(advantages.new_ones(batch.rows), outcomes(is_correct, batch), mask=some, backend=backend).members
     share = 1 / spread_rows(alike.clamp(min=1), batch, 1)
-    _, low = _below(given, batch, quantile, backend)
+    _, low = _below(signal, batch, quantile, backend)
     factor = torch.where(low, share, 1.0)
     group = torch.zeros_like(row) if batch.group_ids is None else spread_rows(batch.group_ids, batch, -1)
-    segment = among(dense_ids(group, segment_ids), given.usable)
+    segment = among(dense_ids(group, segment_ids), signal.usable)
     of_rows = once(chains(dense_ids(segment, row)))
     right = spread_rows(is_correct, batch, False).float()
     shared = statistics(right, segment, weights=of_rows, backend=backend)
-    found = torch.where(shared.least == shared.greatest, torch.maximum(factor, shared.members * share), 0.0)
-    factor = torch.where(shared.members > 0, found, factor)
+    raised = torch.where(shared.least == shared.greatest, torch.maximum(factor, shared.members * share), 0.0)
+    factor = torch.where(shared.members > 0, raised, factor)
     own = known(spread_rows(advantages.double(), batch, 0.0) * factor)
-    return as_advantages(torch.where(given.broken, torch.nan, torch.where(given.usable, own, 0.0)), advantages, backend)
+    return as_advantages(
+        torch.where(signal.broken, torch.nan, torch.where(signal.usable, own, 0.0)), advantages, backend
+    )
 
 
 def _below(

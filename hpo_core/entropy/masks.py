@@ -115,9 +115,9 @@ def erc(
     tensor([ True,  True,  True, False])
     """
     check_epsilons(eps_low, eps_high, finite=True)
-    given = read(batch, entropy=entropy, old_entropy=old_entropy)
-    ratio = (given.values + 1e-8) / (given.also(old_entropy) + 1e-8)
-    return given.selected((ratio > 1 - eps_low) & (ratio < 1 + eps_high))
+    signal = read(batch, entropy=entropy, old_entropy=old_entropy)
+    ratio = (signal.values + 1e-8) / (signal.also(old_entropy) + 1e-8)
+    return signal.selected((ratio > 1 - eps_low) & (ratio < 1 + eps_high))
 
 
 @preset(Provenance.PAPER)
@@ -147,7 +147,7 @@ def ulorl(
     """
     check(0 < probability <= 1, "probability: expected a number in (0, 1], got {}", probability)
     check_rows(batch, is_correct=is_correct)
-    given, row = read(batch, entropy=entropy, logp=logp), batch.row_of_token()
-    mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
+    signal, row = read(batch, entropy=entropy, logp=logp), batch.row_of_token()
+    mean = means_of_segments(signal.values, row, batch.rows, signal.usable, backend)
     settled = spread_rows(is_correct & (mean < sigma), batch, False)
-    return given.selected(~(settled & (given.also(logp) >= math.log(probability))))
+    return signal.selected(~(settled & (signal.also(logp) >= math.log(probability))))

@@ -87,18 +87,18 @@ def hapo_redistribution(
     tensor([0.0000, 0.2000, 0.4000, 0.6000, 0.8000, 1.0000, 2.0000])
     """
     _, state = _read(entropy, batch, state, backend)
-    given = read(batch, entropy=entropy, logp=logp, old_logp=old_logp)
-    ratio = torch.exp((given.also(logp) - given.also(old_logp)).clamp(-SATURATION, SATURATION))
+    signal = read(batch, entropy=entropy, logp=logp, old_logp=old_logp)
+    ratio = torch.exp((signal.also(logp) - signal.also(old_logp)).clamp(-SATURATION, SATURATION))
     if bounds is None:
         is_inside = (ratio >= 1 - eps[0] / 2) & (ratio <= 1 + eps[1] / 2)
     else:
         for bound in bounds:
             check_tokens(batch, bounds=bound)
-        low, high = map(given.also, bounds)
+        low, high = map(signal.also, bounds)
         is_inside = (ratio > (1 + low) / 2) & (ratio < (1 + high) / 2)
-    h = _relative(given, state, compat)
+    h = _relative(signal, state, compat)
     factor = torch.where((h > 0) ^ is_inside, 1 + beta * h, 1.0)
-    return Selection(advantage_factor=given.result(factor, 1.0))
+    return Selection(advantage_factor=signal.result(factor, 1.0))
 
 
 @preset(Provenance.VERIFIED)

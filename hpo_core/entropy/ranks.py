@@ -17,7 +17,7 @@ from ..distributed import common_ids, gather, place_of_own
 from ..specs import OrderRule
 
 
-class _Found(NamedTuple):
+class _OrderStatistics(NamedTuple):
     """The sought value of each scope, each ``[C]`` int64."""
 
     key: torch.Tensor
@@ -41,21 +41,21 @@ def quantiles_over_ranks(
     ``LINEAR``.
     """
     index_rule = OrderRule.FLOOR if rule is OrderRule.LINEAR else rule
-    found = _find(values, scope, scopes, lambda population: _index(population, quantile, index_rule), group)
-    counts = torch.stack((found.population, found.errors), 1)
-    threshold = torch.where(found.population > 0, _from_order_key(found.key), torch.nan)
+    lower = _order_statistics(values, scope, scopes, lambda population: _index(population, quantile, index_rule), group)
+    counts = torch.stack((lower.population, lower.errors), 1)
+    threshold = torch.where(lower.population > 0, _from_order_key(lower.key), torch.nan)
     if rule is not OrderRule.LINEAR:
         return threshold, counts
     # The ceiling is the same value, or the next larger one.
     keys = torch.where(_counts(values, scope), _order_keys(values), 1 << 32)
     of_token = scope.clamp(min=0)
-    keys = torch.where(keys > torch.cat((found.key, keys.new_zeros(1)))[of_token], keys, 1 << 32)
+    keys = torch.where(keys > torch.cat((lower.key, keys.new_zeros(1)))[of_token], keys, 1 << 32)
     following = torch.full((scopes + 1,), 1 << 32, device=values.device)
     following = following.scatter_reduce_(0, of_token, keys, "amin")[:scopes].contiguous()
     torch.distributed.all_reduce(following, torch.distributed.ReduceOp.MIN, group=group)
-    ceiling = _index(found.population, quantile, OrderRule.CEIL)
-    high = torch.where(ceiling < found.below + found.equal, threshold, _from_order_key(following))
-    return ops.interpolated(threshold, high, found.population, *quantile), counts
+    ceiling = _index(lower.population, quantile, OrderRule.CEIL)
+    high = torch.where(ceiling < lower.below + lower.equal, threshold, _from_order_key(following))
+    return ops.interpolated(threshold, high, lower.population, *quantile), counts
 
 
 def top_k_over_ranks(
@@ -77,12 +77,12 @@ def top_k_over_ranks(
     # The last element stands for no segment and no scope.
     scope_of_segment = torch.cat((torch.where(known, scope_of_segment, -1), k.new_full((1,), -1)))
     scope = scope_of_segment[segment]
-    found = _find(values, scope, scopes, lambda population: population - _wanted(k, population), group)
-    wanted = _wanted(k, found.population)
-    needed = wanted - (found.population - found.below - found.equal)
+    boundary = _order_statistics(values, scope, scopes, lambda population: population - _wanted(k, population), group)
+    wanted = _wanted(k, boundary.population)
+    needed = wanted - (boundary.population - boundary.below - boundary.equal)
 
     keys, counts = _order_keys(values), _counts(values, scope)
-    least = torch.cat((torch.where(wanted > 0, found.key, 1 << 32), k.new_full((1,), 1 << 32)))[scope]
+    least = torch.cat((torch.where(wanted > 0, boundary.key, 1 << 32), k.new_full((1,), 1 << 32)))[scope]
     ties = (counts & (keys == least)).to(torch.int64)
     ties_of_segment = k.new_zeros(segments + 1).scatter_add_(0, segment % (segments + 1), ties)[:segments]
     allowed = _allowed(scope_of_segment[:segments], uid, ties_of_segment, needed, group)
@@ -134,13 +134,13 @@ def _allowed(
     return allowed[place_of_own(parts, group)]
 
 
-def _find(
+def _order_statistics(
     values: torch.Tensor,
     scope: torch.Tensor,
     scopes: int,
     index_of: Callable[[torch.Tensor], torch.Tensor],
     group: ProcessGroup,
-) -> _Found:
+) -> _OrderStatistics:
     """The value at the ascending index ``index_of(population)`` of each scope, by histograms ``[C, 2 ** bits]``."""
     keys, counts = _order_keys(values), _counts(values, scope)
     wrong = (scope >= 0) & (values.isnan() | (values == torch.inf))
@@ -167,7 +167,7 @@ def _find(
         equal = histogram.gather(1, bin_)[:, 0]
         below = below + cumulative.gather(1, bin_)[:, 0] - equal
         prefix = (prefix << bits) | bin_[:, 0]
-    return _Found(prefix, below, equal, population, errors)
+    return _OrderStatistics(prefix, below, equal, population, errors)
 
 
 def _counts(values: torch.Tensor, scope: torch.Tensor) -> torch.Tensor:

@@ -52,9 +52,9 @@ def dcpo_regulariser(
     tensor([1.5000, 1.0000])
     """
     check(ratio_cap >= 1, "ratio_cap: expected a ratio >= 1, got {}", ratio_cap)
-    given = read(batch, target_logp=target_logp, old_logp=old_logp)
-    ratio = torch.exp((given.values - given.also(old_logp)).clamp(-SATURATION, SATURATION))
-    return Selection(weight=given.result(ratio.clamp(max=ratio_cap), 1.0))
+    signal = read(batch, target_logp=target_logp, old_logp=old_logp)
+    ratio = torch.exp((signal.values - signal.also(old_logp)).clamp(-SATURATION, SATURATION))
+    return Selection(weight=signal.result(ratio.clamp(max=ratio_cap), 1.0))
 
 
 @preset(Provenance.RECONSTRUCTED)
@@ -108,8 +108,8 @@ def funrl(
     check_rows(batch, advantages=advantages)
     check_tokens(batch, mask=mask)
     check_bonus(alpha, kappa)
-    given = read(batch, entropy=entropy)
-    mean = means_of_segments(given.values, batch.row_of_token(), batch.rows, given.usable & mask, backend)
+    signal = read(batch, entropy=entropy)
+    mean = means_of_segments(signal.values, batch.row_of_token(), batch.rows, signal.usable & mask, backend)
     own = known(advantages.detach().double())
     bonus = alpha * two_knot(mean, low=(0.0, 1.0), high=(0.0, 1.0), most=own.abs() / kappa)
     return as_advantages(own + known(bonus), advantages, backend)

@@ -115,9 +115,9 @@ def ares_targets(
     check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
     last, alpha = state.target.detach(), state.alpha.detach()
     if not check_compat(compat):
-        found = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)
-        moved = torch.where(last.isnan(), found.mean, memory * last + (1 - memory) * found.mean)
-        return AresTargets(torch.where(found.members > 0, moved, last).float(), alpha)
+        lengths = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)
+        moved = torch.where(last.isnan(), lengths.mean, memory * last + (1 - memory) * lengths.mean)
+        return AresTargets(torch.where(lengths.members > 0, moved, last).float(), alpha)
     mean, seen = _means_of_prompts(counts, difficulty, group_ids, process_group, backend)
     target = mean.round()
     sign = mean.new_ones(3)
@@ -150,9 +150,9 @@ def ares_scales(
     check_units(counts=counts)
     check_difficulty(difficulty, counts)
     check_three("target", target, counts)
-    found = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)
-    variance = found.squares / found.members.clamp(min=1)
-    scale = torch.where(variance > 0, (found.mean - target.detach()) / variance, 0.0)
+    lengths = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)
+    variance = lengths.squares / lengths.members.clamp(min=1)
+    scale = torch.where(variance > 0, (lengths.mean - target.detach()) / variance, 0.0)
     return known(scale).clamp(min=0).float()
 
 
@@ -249,8 +249,8 @@ def _means_of_prompts(
         # One more unit for each difficulty, which is no member, gives it an entry.
         ids = torch.cat((difficulty.to(torch.int64), torch.arange(3, device=counts.device)))
         means, shares = (torch.nn.functional.pad(each, (0, 3), value=torch.nan) for each in (means, shares))
-        found = statistics(means, ids, weights=shares, backend=backend)
-    return found.mean[-3:], found.members[-3:] > 0
+        by_difficulty = statistics(means, ids, weights=shares, backend=backend)
+    return by_difficulty.mean[-3:], by_difficulty.members[-3:] > 0
 
 
 def at_difficulty(numbers: torch.Tensor, difficulty: torch.Tensor, nowhere: float = torch.nan) -> torch.Tensor:

@@ -96,7 +96,8 @@ def quantiles(
         quantile: q in [0, 1]; a decimal (string or float) means the exact fraction that its digits spell.
         scope: ``"row"``, ``"step"``, ``"trajectory"``, ``"group"``, ``"call"``, or ids ``[S]`` of the rows' scopes,
             such as difficulty buckets; a negative id means none.
-        scopes: the number C of scopes that ids name, 0 to C - 1, of which some may be empty. Default: as many as rows.
+        scopes: the number C of scopes that ids name, 0 to C - 1, of which some may be empty; a unit of another id is in
+            none. Default: as many as rows.
         rule: ``CEIL``, ``FLOOR`` and ``NEAREST`` are one of the values; ``LINEAR`` interpolates as NumPy does.
         expand: the threshold of each token's scope, in the shape of ``values``; NaN in no scope, except that
             ``"call"`` gives its own to every token.

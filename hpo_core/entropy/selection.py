@@ -29,8 +29,8 @@ class Selection(NamedTuple):
             ``score >= threshold`` only. The loss compares them where it reads the token, and no mask exists.
         strict: whether the comparison is ``score > threshold``.
 
-    A token with a NaN among weight, bounds, factor and addend is left out and counted (``bad_advantages``), a token
-    with a NaN score likewise (``nan_tokens``).
+    A NaN among weight, bounds, factor and addend takes the policy term of its token out and is counted
+    (``bad_advantages``), a NaN score likewise (``nan_tokens``). The penalty ``kl=`` of the token stays.
 
     >>> Selection(mask=torch.tensor([True, False])).merged(Selection(weight=torch.ones(2))).weight
     tensor([1., 1.])

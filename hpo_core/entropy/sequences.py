@@ -107,7 +107,8 @@ def empg(
     batch (arXiv 2509.09265). Returns ``[N]`` float32.
 
     ``g = exp(-k h) / mean of exp(-k h)`` and ``f = exp(-k_next h')``, with h the mean entropy of the step, scaled to
-    [0, 1] over the batch's steps, and h' that of the trajectory's next step; after the last step f is 0.
+    [0, 1] over the batch's steps, and h' that of the trajectory's next step; after the last step, and before one
+    without entropies, f is 0.
 
     Args:
         advantages: ``[S]`` of rows, spread over their steps.
@@ -125,10 +126,10 @@ def empg(
     """
     check_rows(batch, advantages=advantages)
     check(batch.num_steps is not None, "batch: expected one with steps; pass cu_steps or steps to PackedBatch")
-    given = read(batch, entropy=entropy)
+    signal = read(batch, entropy=entropy)
     first = first_ranges(batch)  # they stand for their steps, and other ranges have no mean
     step = of_row(first, batch.step_of_token(), -1)
-    mean = means_of_segments(given.values, step, batch.num_steps or 0, given.usable, backend)
+    mean = means_of_segments(signal.values, step, batch.num_steps or 0, signal.usable, backend)
     usable = torch.isfinite(mean)
     base = statistics(mean, None, backend=backend).least
     above = mean - base  # float32 keeps more of it than of the mean
@@ -137,12 +138,12 @@ def empg(
     apart = span > LEAST_DIFFERENCE * base.abs()
     h = torch.where(usable & apart, (above - ends.least) / span, 0.0)
     own = torch.exp(-k * h)
-    g = own / statistics(own.to(given.dtype), None, mask=usable, backend=backend).mean
+    g = own / statistics(own.to(signal.dtype), None, mask=usable, backend=backend).mean
     steps = chains(batch.ids_of_steps()["trajectory_ids"])
     f = steps.unsorted(steps.following(steps.sorted(torch.where(usable, torch.exp(-k_next * h), 0.0))))
     of_step = of_row(advantages.double(), batch.row_of_step(), 0.0)
     shaped = torch.where(usable, of_step * g + zeta * f, 0.0)
-    centre = statistics(shaped.to(given.dtype), None, mask=usable & torch.isfinite(shaped), backend=backend).mean
+    centre = statistics(shaped.to(signal.dtype), None, mask=usable & torch.isfinite(shaped), backend=backend).mean
     return as_advantages(known(torch.where(usable, shaped - centre, 0.0))[first], advantages, backend)
 
 
@@ -162,8 +163,8 @@ def ucas(
     repository xvolcano02/UCAS). Returns ``[T]`` float32.
 
     ``A exp(-right c)`` where ``A > 0`` and ``A exp(wrong c)`` elsewhere, c the confidence of the response, standardised
-    in its group; then minus ``certainty`` times the token's raw logit, scaled to [0, 1]. A positive advantage stays
-    at least 0.
+    in its group; then minus ``certainty`` times the token's raw logit, scaled to [0, 1] over the batch. A positive
+    advantage stays at least 0.
 
     Args:
         advantages: ``[S]``, GRPO's.
@@ -180,20 +181,20 @@ def ucas(
     tensor([ 1.2840,  1.0000, -1.4191])
     """
     check_rows(batch, advantages=advantages, confidence=confidence)
-    given = read(batch, logits=logits)
+    signal = read(batch, logits=logits)
     group = statistics(confidence, batch.group_ids, backend=backend)
     deviation = group.deviation(1)
     c = torch.where(deviation > 0, (confidence.double() - group.mean) / deviation, 0.0)
     of_row_advantages = advantages.double()
     shaped = of_row_advantages * torch.exp(torch.where(of_row_advantages > 0, -right * c, wrong * c))
-    ends = statistics(given.values.to(given.dtype), None, mask=given.usable, backend=backend)
+    ends = statistics(signal.values.to(signal.dtype), None, mask=signal.usable, backend=backend)
     span = ends.greatest - ends.least
-    scaled = torch.where(span > 0, (given.values - ends.least) / span, 0.0)
+    scaled = torch.where(span > 0, (signal.values - ends.least) / span, 0.0)
     of_token = spread_rows(shaped, batch, 0.0)
     final = of_token - certainty * scaled
     final = torch.where(of_token > 0, final.clamp(min=0), final)
-    exact = known(torch.where(given.usable, final, 0.0))
-    broken = given.broken | given.usable & ~spread_rows(torch.isfinite(confidence), batch, True)
+    exact = known(torch.where(signal.usable, final, 0.0))
+    broken = signal.broken | signal.usable & ~spread_rows(torch.isfinite(confidence), batch, True)
     return as_advantages(torch.where(broken, torch.nan, exact), advantages, backend)
 
 

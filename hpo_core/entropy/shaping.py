@@ -60,10 +60,10 @@ def entropy_advantage(
     tensor([0.0200, 0.2000, 0.5000])
     """
     check_bonus(alpha, kappa)
-    given = read(batch, entropy=entropy)
+    signal = read(batch, entropy=entropy)
     most = advantages_of_tokens(advantages, batch, advantage_level).abs() / kappa
-    addend = two_knot(given.values, low=(0.0, alpha), high=(0.0, alpha), most=most)
-    return Selection(advantage_addend=given.result(addend, 0.0))
+    addend = two_knot(signal.values, low=(0.0, alpha), high=(0.0, alpha), most=most)
+    return Selection(advantage_addend=signal.result(addend, 0.0))
 
 
 @preset(Provenance.VERIFIED)
@@ -91,12 +91,12 @@ def aepo_ruc(
     >>> aepo_ruc(torch.tensor([0.2, 0.4, 0.9]), PackedBatch.from_lengths([3])).advantage_factor
     tensor([0.8336, 0.9445, 1.2219])
     """
-    given = read(batch, entropy=entropy)
-    found = statistics_of(given, state, backend).at()
-    deviation = found.deviation(1)
+    signal = read(batch, entropy=entropy)
+    step = statistics_of(signal, state, backend).at()
+    deviation = step.deviation(1)
     gain = torch.where(deviation > 0, alpha / deviation, 0.0)
-    factor = two_knot(given.values, 1.0, low=(found.mean, gain), high=(found.mean, gain), least=least)
-    return Selection(advantage_factor=given.result(factor, 1.0))
+    factor = two_knot(signal.values, 1.0, low=(step.mean, gain), high=(step.mean, gain), least=least)
+    return Selection(advantage_factor=signal.result(factor, 1.0))
 
 
 @preset(Provenance.VERIFIED)
@@ -118,14 +118,14 @@ def covariance(
     >>> covariance(logp, advantages, PackedBatch.from_lengths([2, 2]))
     tensor([ 1.2000, -0.7000, -1.2000,  1.7000])
     """
-    given = read(batch, logp=logp)
+    signal = read(batch, logp=logp)
     own = advantages_of_tokens(advantages, batch, advantage_level)
-    members = given.usable & torch.isfinite(own)
+    members = signal.usable & torch.isfinite(own)
     product = torch.ones_like(own)
-    for values in (own, given.values):
-        table = fit_scopes(values.to(given.dtype), mask=members, process_group=process_group, backend=backend)
+    for values in (own, signal.values):
+        table = fit_scopes(values.to(signal.dtype), mask=members, process_group=process_group, backend=backend)
         product = product * (values - table.at().mean)
-    return given.result(product, 0.0)
+    return signal.result(product, 0.0)
 
 
 @preset(Provenance.VERIFIED)
@@ -145,11 +145,11 @@ def entropy_change(
     >>> entropy_change(logp, logp, entropy, torch.ones(1), PackedBatch.from_lengths([3]))
     tensor([ 0.0195,  0.0034, -0.0023])
     """
-    given = read(batch, logp=logp, old_logp=old_logp, entropy=entropy)
-    own = given.values.clamp(max=0)
-    ratio = torch.exp((own - given.also(old_logp)).clamp(-SATURATION, SATURATION))
+    signal = read(batch, logp=logp, old_logp=old_logp, entropy=entropy)
+    own = signal.values.clamp(max=0)
+    ratio = torch.exp((own - signal.also(old_logp)).clamp(-SATURATION, SATURATION))
     change = advantages_of_tokens(advantages, batch, advantage_level) * ratio * -torch.expm1(own)
-    return given.result(change * (own + given.also(entropy)), 0.0)
+    return signal.result(change * (own + signal.also(entropy)), 0.0)
 
 
 @preset(Provenance.VERIFIED)
@@ -205,13 +205,13 @@ def steer_linear(
     """
     check(least <= most, "least: expected a weight <= {} (most), got {}", most, least)
     size = _sizes(change, batch)
-    found = statistics_of(size, state, backend).at()
-    span = found.greatest - found.least
+    changes = statistics_of(size, state, backend).at()
+    span = changes.greatest - changes.least
     gain = torch.where(span > 0, -(most - least) / span, 0.0)
-    weight = two_knot(size.values, most, low=(found.least, gain), high=(found.least, gain))
+    weight = two_knot(size.values, most, low=(changes.least, gain), high=(changes.least, gain))
     return Selection(weight=size.result(weight, 1.0))
 
 
 def _sizes(change: torch.Tensor, batch: PackedBatch) -> Signal:
-    given = read(batch, change=change)
-    return given._replace(values=given.values.abs())
+    signal = read(batch, change=change)
+    return signal._replace(values=signal.values.abs())

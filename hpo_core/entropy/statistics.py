@@ -28,8 +28,8 @@ LEAST_DIFFERENCE = 1e-10  # of numbers beside their size; those that are closer 
 
 
 class ScopeStatistics(NamedTuple):
-    """The result of :func:`fit_scopes`: ``[K]`` in the order of scopes, one entry per unit, or one without ids, or one
-    for each of ``scopes``.
+    """The result of :func:`fit_scopes`: ``[K]`` in the order of scopes: one entry without ids; one for each of
+    ``scopes``; else one per unit, and one more of the id 0, which may have no members.
 
     It pickles, and loads with ``weights_only=True``.
     """
@@ -44,7 +44,7 @@ class ScopeStatistics(NamedTuple):
     @examines
     def at(self, ids: torch.Tensor | None = None) -> GroupStatistics:
         """The statistics of the scopes with these ids ``[U]``, or of the only scope, ``[1]``. A scope outside the table
-        has no members, and zeros: also one that only other ranks have units of, unless it is one of ``scopes``.
+        has no members, and zeros: also one that only other ranks have units of, unless it is 0 or one of ``scopes``.
 
         >>> table = fit_scopes(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([5, 5, 2]))
         >>> table.at(torch.tensor([2, 5, 9])).mean
@@ -113,7 +113,7 @@ def fit_scopes(
             each of these and no other, and a unit of another id is no member. Default: those of the units.
         mask: ``[U]`` bool, the members. Default: every unit.
         process_group: scopes span these ranks; every rank makes the call, also one without units. Without ``scopes``
-            the table of a rank has the scopes of its own units alone; with them it is that of all ranks.
+            the table of a rank has the scopes of its own units and the id 0; with them it is that of all ranks.
 
     >>> fit_scopes(torch.tensor([1.0, 3.0])).at().mean
     tensor([2.], dtype=torch.float64)
@@ -130,8 +130,8 @@ def fit_scopes(
     known = padded(values.detach(), (0, len(own)), value=torch.nan)
     ids, mask = None if ids is None else torch.cat((ids, own)), None if mask is None else padded(mask, (0, len(own)))
     with shared_by(process_group):
-        found = statistics(known, ids, mask=mask, backend=backend)
-    fields = (found.members, found.mean, found.squares, found.least, found.greatest)
+        groups = statistics(known, ids, mask=mask, backend=backend)
+    fields = (groups.members, groups.mean, groups.squares, groups.least, groups.greatest)
     if ids is None or scopes is not None:
         return ScopeStatistics(own, *(each[-len(own) :].clone() for each in fields))
     names, order = ids.to(torch.int64).sort(stable=True)
@@ -157,8 +157,8 @@ def fit_pivot(
     >>> [round(number.item(), 4) for number in state]
     [0.1, 0.5, 2.0, 1.2264]
     """
-    given = read(batch, entropy=entropy)
-    clamped = torch.where(given.usable, given.values, torch.nan).clamp(min=1e-8).to(entropy.dtype)
+    signal = read(batch, entropy=entropy)
+    clamped = torch.where(signal.usable, signal.values, torch.nan).clamp(min=1e-8).to(entropy.dtype)
     of_call = quantiles(
         clamped, batch, quantile, scope="call", rule=OrderRule.NEAREST, process_group=process_group, backend=backend
     )

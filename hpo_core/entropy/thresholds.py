@@ -53,12 +53,12 @@ def archer(
     """
     for name, epsilon in (("eps_knowledge", eps_knowledge), ("eps_reasoning", eps_reasoning)):
         check(epsilon >= 0, "{}: expected an epsilon >= 0, got {}", name, epsilon)
-    given = read(batch, entropy=entropy)
+    signal = read(batch, entropy=entropy)
     reasons = _above(entropy, batch, quantile, check_compat(compat), backend)
-    width = torch.full_like(given.values, eps_knowledge).masked_fill(reasons, eps_reasoning)
-    bounds = (given.result((1 - width).clamp(min=0), 1.0), given.result(1 + width, 1.0))
-    factor = torch.ones_like(given.values).masked_fill(reasons, kl_reasoning)
-    return Selection(bounds=bounds, kl_weight=given.result(factor, 1.0))
+    width = torch.full_like(signal.values, eps_knowledge).masked_fill(reasons, eps_reasoning)
+    bounds = (signal.result((1 - width).clamp(min=0), 1.0), signal.result(1 + width, 1.0))
+    factor = torch.ones_like(signal.values).masked_fill(reasons, kl_reasoning)
+    return Selection(bounds=bounds, kl_weight=signal.result(factor, 1.0))
 
 
 @preset(Provenance.VERIFIED)
@@ -84,9 +84,9 @@ def _above(
     entropy: torch.Tensor, batch: PackedBatch, quantile: str | Fraction | float, strict: bool, backend: str | None
 ) -> torch.Tensor:
     """Tokens at or above (``strict``: above) the quantile of their row, ``[T]`` bool: one order statistic each."""
-    given = read(batch, entropy=entropy)
+    signal = read(batch, entropy=entropy)
     rule = OrderRule.FLOOR if strict else OrderRule.CEIL
-    values = torch.where(given.usable, entropy.detach(), torch.nan)
+    values = torch.where(signal.usable, entropy.detach(), torch.nan)
     threshold = quantiles(values, batch, quantile, scope="row", rule=rule, expand=True, backend=backend)
     values = values.to(threshold.dtype)  # one of them in its precision
     return (values > threshold) if strict else (values >= threshold)
@@ -129,12 +129,12 @@ def hicra_tokens(
     """
     check_rows(batch, advantages=advantages)
     below = 1 - exact_fraction("share", share)
-    given = read(batch, entropy=entropy)
-    length = row_counts(batch, given.usable)
+    signal = read(batch, entropy=entropy)
+    length = row_counts(batch, signal.usable)
     border = of_sorted_rows(
-        given, batch, torch.div(length * below.numerator, below.denominator, rounding_mode="floor"), backend
+        signal, batch, torch.div(length * below.numerator, below.denominator, rounding_mode="floor"), backend
     )
-    above = given.usable & (given.values.to(border.dtype) > spread_rows(border, batch, torch.inf))
+    above = signal.usable & (signal.values.to(border.dtype) > spread_rows(border, batch, torch.inf))
     with shared_by(process_group):
         group = statistics(length.float(), batch.group_ids, mask=length > 0, backend=backend)
     # In integers: a mean that is rounded would decide about a row of exactly that length. No group: no mean.
@@ -179,19 +179,19 @@ def d3s_tokens(
     tensor([ True,  True, False])
     """
     share = exact_fraction("share", share)
-    given = read(batch, entropy=entropy)
-    kept = given.usable
+    signal = read(batch, entropy=entropy)
+    kept = signal.usable
     if rows_mask is not None:
         check_rows(batch, rows_mask=rows_mask)
         kept = kept & spread_rows(rows_mask, batch, False)
-    score = advantages_of_tokens(advantages, batch, advantage_level).abs() * given.values
-    score = torch.where(kept, score, torch.nan).to(given.dtype)
+    score = advantages_of_tokens(advantages, batch, advantage_level).abs() * signal.values
+    score = torch.where(kept, score, torch.nan).to(signal.dtype)
     count = torch.isfinite(score).sum()
     if process_group is not None:
         torch.distributed.all_reduce(count, group=process_group)
     k = torch.div(count * share.numerator + share.denominator - 1, share.denominator, rounding_mode="floor")
     mask = top_k(score, batch, k.reshape(1), scope="call", uid=uid, process_group=process_group, backend=backend)
-    return given.selected(mask if keeps_zeros else mask & (score > 0))
+    return signal.selected(mask if keeps_zeros else mask & (score > 0))
 
 
 @examines

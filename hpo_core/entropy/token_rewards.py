@@ -50,13 +50,13 @@ def gtpo(
     tensor([1.0500, 1.1500, 1.1500, 1.0500])
     """
     check_rows(batch, is_correct=is_correct)
-    given = read(batch, entropy=entropy)
+    signal = read(batch, entropy=entropy)
     outcome = spread_rows(outcomes(is_correct, batch), batch, -1)
     right = spread_rows(is_correct, batch, False)
-    position = torch.where(given.usable, place_in_row(given.usable, batch), -1)
+    position = torch.where(signal.usable, place_in_row(signal.usable, batch), -1)
     sharers = dense_ids(outcome, position)
-    shared = _shared(given.values, right, sharers, outcome, given.usable & (outcome >= 0), alpha, normalised, backend)
-    return as_advantages(torch.where(given.broken, torch.nan, shared), entropy, backend)
+    shared = _shared(signal.values, right, sharers, outcome, signal.usable & (outcome >= 0), alpha, normalised, backend)
+    return as_advantages(torch.where(signal.broken, torch.nan, shared), entropy, backend)
 
 
 @preset(Provenance.PAPER, level="row")
@@ -87,12 +87,12 @@ def grpo_s(
     tensor([-1.1538, -1.0462])
     """
     check_rows(batch, is_correct=is_correct)
-    given, row = read(batch, entropy=entropy), batch.row_of_token()
+    signal, row = read(batch, entropy=entropy), batch.row_of_token()
     outcome = outcomes(is_correct, batch)
-    mean = means_of_segments(given.values, row, batch.rows, given.usable, backend)
+    mean = means_of_segments(signal.values, row, batch.rows, signal.usable, backend)
     usable = torch.isfinite(mean) & (outcome >= 0)
     shared = _shared(mean, is_correct, outcome, outcome, usable, alpha, normalised, backend)
-    broken = ~torch.isfinite(mean) & (row_counts(batch, given.broken) > 0)
+    broken = ~torch.isfinite(mean) & (row_counts(batch, signal.broken) > 0)
     return as_advantages(torch.where(broken, torch.nan, shared), entropy, backend)
 
 

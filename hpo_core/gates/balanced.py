@@ -96,8 +96,8 @@ def bapo_bounds(
         every = sum_in_order(torch.stack(gather(every, process_group), -1))
     (begin, end), pulled = every[:2], every[2:]
     stays = pulled[0] >= target * begin
-    found = torch.full_like(end, high[1])
+    widest = torch.full_like(end, high[1])
     for height, contributed in zip(reversed(heights), reversed(pulled.unbind()), strict=True):
-        found = torch.where(contributed >= target * end, height, found)  # a search on the host would synchronise
-    lower, upper = torch.where(stays, low[0], torch.full_like(end, low[1])), torch.where(stays, high[0], found)
+        widest = torch.where(contributed >= target * end, height, widest)  # a search on the host would synchronise
+    lower, upper = torch.where(stays, low[0], torch.full_like(end, low[1])), torch.where(stays, high[0], widest)
     return GateInputs(bounds=(lower.float().repeat(logp.numel()), upper.float().repeat(logp.numel())))

@@ -187,7 +187,8 @@ def dppo_tv(
             ``clip_ratio_high``, 0.2 unless they are set, and prime-rl 0.2.
         ratio_cap: absolute, 20, the default of verl's function; its trainer passes ``clip_ratio_c``, 3 unless it is
             set. prime-rl and SkyRL have none, inf.
-        channel: whose q: STALENESS ``old_logp`` as in verl, TOTAL ``rollout_logp`` as in the authors' code.
+        channel: the policy of q and of the ratio: STALENESS ``old_logp`` as in verl, TOTAL ``rollout_logp`` as in the
+            authors' code.
         symmetric: a token counts where ``-low <= p - q <= high``, whatever the sign of A. prime-rl's ``ipo`` is
             ``dppo_tv(0.1, 0.1, inf, symmetric=True)``, its ``ref_kl`` has 0.2 and 1. With each of its losses goes
             ``kl_tau x^2``, on all tokens: ``kl=kl.k2(2 * kl_tau)`` with the sampler as ``ref_logp``.

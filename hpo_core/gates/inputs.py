@@ -360,13 +360,13 @@ def gbpo_target(
     x = torch.where(x.isfinite(), x, torch.nan)  # which is sorted to the end
     ids = torch.zeros(x.shape, dtype=torch.int64, device=x.device) if group_ids is None else group_ids
     group, ranks, _ = renumber(alone_without(ids))
-    found = GroupStatistics(*ops.group_statistics(x, group, None, None, None))
+    groups = GroupStatistics(*ops.group_statistics(x, group, None, None, None))
     by_score = x.argsort(stable=True)
     ordered = x[by_score[group[by_score].argsort(stable=True)]].double()  # groups in order, scores within each
-    start, last = torch.searchsorted(ranks, group), (found.members.long() - 1).clamp(min=0)
-    alone = found.members == 1
+    start, last = torch.searchsorted(ranks, group), (groups.members.long() - 1).clamp(min=0)
+    alone = groups.members == 1
     median = 0.5 * (ordered[start + last // 2] + ordered[start + (last + 1) // 2]).masked_fill(alone, 0.0)
-    relative = (x - median) / (found.deviation(1).masked_fill(alone, 1.0) + 1e-6)
+    relative = (x - median) / (groups.deviation(1).masked_fill(alone, 1.0) + 1e-6)
     target = 1 - eps_low + (eps_low + eps_high) * torch.sigmoid(relative / temperature)
     return GateInputs(target=target.to(scores.dtype))
 

@@ -53,13 +53,14 @@ class GateInputs(NamedTuple):
             stays. A token for which ``0 <= low <= 1 <= high`` does not hold, as of epsilons or NaN, is left out and
             counted (``bad_advantages``).
         target: one for each advantage, at their level; the heads TARGET and NEGATIVE_AWARE compare the ratio with it.
-        token_mask: bool ``[T]``: the tokens that the method keeps, besides those that the loss is told to keep.
+        token_mask: bool ``[T]``: the tokens that the method keeps. The loss keeps those that its own ``token_mask``
+            keeps, too.
         penalty_mask: bool ``[T]``: the tokens that pay the gate's own penalty. None: every valid token.
         aggregates: by level (``"step"``, ``"trajectory"``, ``"group"``, ``"domain"``), the values that replace the
             aggregates of this call's tokens, for a level routed STOPPED whose segments other micro-batches have, too:
             float ``[G]``, entry i the log-ratio (a mean or sum, as the level says) of the segment with id i; with a
             split ``[2, G]``, of x+ and x-. An id without an entry, or with NaN, keeps its own.
-        token_weight: float ``[T]``: the method's factor on the policy term, beside that which the loss is told.
+        token_weight: float ``[T]``: the method's factor on the policy term, besides the ``token_weight`` of the loss.
 
     >>> GateInputs(bounds=(None, torch.tensor([1.2, 1.4]))).bounds[1]
     tensor([1.2000, 1.4000])

@@ -130,8 +130,8 @@ def aspo(eps_low: float = 0.2, eps_high: float = 0.2, ratio_dual: float = 3.0) -
     2510.06062; its code).
 
     ``A >= 0``: the loss is ``-A / min(r, 1 + eps_high)`` with gradient ``-w A / r`` up to the bound and 0 beyond.
-    ``A < 0``: PPO's lower clip. Where the factor, ``1 / r`` or r, exceeds ``ratio_dual``, the gradient is
-    ``-w ratio_dual A``.
+    ``A < 0``: PPO's lower clip. Where the factor, ``1 / r`` or r, exceeds ``ratio_dual``, the loss is
+    ``-ratio_dual A logp`` with gradient ``-w ratio_dual A``.
 
     Args:
         eps_low, eps_high: 0.2 each; the paper uses 0.4 for one entropy class: see :func:`archer_bounds`.

@@ -6,6 +6,7 @@ and ``HPO_GATE="gspo(eps_low=3e-4, eps_high=4e-4)"`` in the environment of the p
 it the gate is the one that the configuration describes. AReaL has no registry of losses: its actor looks
 ``grpo_loss_fn`` up in its own module at each update. The actors here are AReaL's with that name replaced in the process
 that trains.
+
 Shapes: ``T`` tokens of a micro-batch packed by ``cu_seqlens``, or padded ``[B, L]``. Place t belongs to token t + 1.
 """
 
@@ -85,9 +86,9 @@ def grpo_loss_fn(
     )  # fmt: skip
     if m2_threshold is not None:
         mask = actor._apply_m2po_masking(behaviour, proximal, mask, m2_threshold)
-    chosen = environment_gate_beside("AReaL", fields, _UNSET)
-    gate = _described(fields, sapo_tau_pos, sapo_tau_neg, use_decoupled_loss) if chosen is None else chosen
-    # without it AReaL gives prox_logp and logprobs the same values
+    override = environment_gate_beside("AReaL", fields, _UNSET)
+    gate = _described(fields, sapo_tau_pos, sapo_tau_neg, use_decoupled_loss) if override is None else override
+    # without the decoupled loss AReaL gives prox_logp and logprobs the same values
     coupled = "" if use_decoupled_loss else "with actor.use_decoupled_loss=false there is one old policy"
     check_gate(gate, "AReaL", one_policy=coupled)
     check(
@@ -98,20 +99,20 @@ def grpo_loss_fn(
     token_weight, kept, trusted = None, mask, mask
     if rejection_sampling is not None and not use_sapo_loss:
         functional = importlib.import_module("areal.utils.functional.functional")
-        found = functional.apply_rejection_sampling(
+        rejection = functional.apply_rejection_sampling(
             proximal_logprobs=proximal, old_logprobs=behaviour, loss_mask=mask, cu_seqlens=cu, config=rejection_sampling
         )
-        token_weight, kept = found.behave_imp_weight.float(), found.loss_mask.bool()
+        token_weight, kept = rejection.behave_imp_weight.float(), rejection.loss_mask.bool()
         trusted = kept & (token_weight > 0)
         actor.stats_tracker.denominator(unclipped_behave_tokens=trusted)
         actor.stats_tracker.stat(
             behave_imp_weight=token_weight, behave_approx_kl=torch.where(trusted, proximal - behaviour, 0.0).float(),
             denominator="unclipped_behave_tokens",
         )  # fmt: skip
-        actor.stats_tracker.scalar(rs_filtered_fraction=found.filtered_fraction)
+        actor.stats_tracker.scalar(rs_filtered_fraction=rejection.filtered_fraction)
     batch = padded_rows(kept, gate) if cu is None else packed_rows(cu, kept, gate)
     advantages, level = input_data["advantages"].float(), "token"
-    if chosen is None and importance_sampling_level == "sequence":
+    if override is None and importance_sampling_level == "sequence":
         advantages, level = _row_means(advantages, kept, batch), "row"
     # AReaL's engine weighs micro-batches by their tokens before a rejection
     weights = aggregation.token_mean(batch, total=mask.sum(), ranks=1)
@@ -185,8 +186,8 @@ def _log(
         entropy=torch.where(mask, entropy.detach(), 0.0).float(),
         denominator="n_valid_tokens",
     )
-    seen = fractions(out.metrics, gate)
-    tracker.scalar(**{f"hpo_{name}": value for name, value in seen.items() if name not in ("tokens", "kl")})
+    logged = fractions(out.metrics, gate)
+    tracker.scalar(**{f"hpo_{name}": value for name, value in logged.items() if name not in ("tokens", "kl")})
 
 
 def install() -> None:
@@ -198,13 +199,13 @@ def install() -> None:
 def __getattr__(name: str) -> Any:
     """The actors and the trainer, made at their first use: AReaL's engines import packages that only a cluster has."""
     if name == "HPOTrainer":
-        made = _trainer()
+        attribute = _trainer()
     elif name.startswith("HPO") and name.removeprefix("HPO") in ACTORS:
-        made = _actor(name.removeprefix("HPO"))
+        attribute = _actor(name.removeprefix("HPO"))
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = made
-    return made
+    globals()[name] = attribute
+    return attribute
 
 
 def _actor(name: str) -> Any:
@@ -212,11 +213,11 @@ def _actor(name: str) -> Any:
 
     def build(self: Any, *args: Any, **keywords: Any) -> None:
         install()
-        super(made, self).__init__(*args, **keywords)
+        super(actor, self).__init__(*args, **keywords)
 
-    members = {"__init__": build, "__module__": __name__, "__doc__": f"AReaL's {name} with the loss of hpo_core."}
-    made: Any = type(f"HPO{name}", (base,), members)
-    return made
+    namespace = {"__init__": build, "__module__": __name__, "__doc__": f"AReaL's {name} with the loss of hpo_core."}
+    actor: Any = type(f"HPO{name}", (base,), namespace)
+    return actor
 
 
 def _trainer() -> Any:
@@ -224,17 +225,17 @@ def _trainer() -> Any:
 
     def create(self: Any, actor_config: Any, alloc: Any) -> Any:
         """AReaL takes the actor's class from its own modules; workers find the gate in their environment."""
-        kinds = {"fsdp": "FSDPPPOActor", "megatron": "MegatronPPOActor", "archon": "ArchonPPOActor"}
-        check_choice("backend", alloc.backend, kinds)
+        engines = {"fsdp": "FSDPPPOActor", "megatron": "MegatronPPOActor", "archon": "ArchonPPOActor"}
+        check_choice("backend", alloc.backend, engines)
         check_environment_gate("AReaL")
         if os.environ.get(VARIABLE):
             for spec in actor_config.scheduling_spec:
                 spec.env_vars[VARIABLE] = os.environ[VARIABLE]
-        name = kinds[alloc.backend]
+        name = engines[alloc.backend]
         module = importlib.import_module(ACTORS[name])
         actor = globals().get(f"HPO{name}") or __getattr__(f"HPO{name}")
         with replaced(module, **{name: actor}):
-            return super(made, self)._create_train_engine(actor_config, alloc)
+            return super(trainer, self)._create_train_engine(actor_config, alloc)
 
-    made: Any = type("HPOTrainer", (base,), {"_create_train_engine": create, "__module__": __name__})
-    return made
+    trainer: Any = type("HPOTrainer", (base,), {"_create_train_engine": create, "__module__": __name__})
+    return trainer

@@ -32,10 +32,10 @@ _SILENCED = (
 def use(backend: Any, gate: RatioGate | str) -> None:
     """Let this process train with the gate; ``backend``: its ``LocalBackend(in_process=True)``, or ART's
     ``TinkerBackend`` alike. A later call replaces the gate, of every backend of the process."""
-    made = served_gate(gate, "ART", one_policy="ART passes its loss one old policy")
+    named = served_gate(gate, "ART", one_policy="ART passes its loss one old policy")
     check(getattr(backend, "_in_process", False), "backend: expected in_process=True, got {}", type(backend).__name__)
     for name in ("art.unsloth.train", "art.tinker.service"):
-        after_import(name, lambda module: setattr(module, "loss_fn", functools.partial(loss_fn, gate=made)))
+        after_import(name, lambda module: setattr(module, "loss_fn", functools.partial(loss_fn, gate=named)))
 
 
 def loss_fn(
@@ -44,21 +44,21 @@ def loss_fn(
 ) -> Any:  # fmt: skip
     """The function that ART calls with ``[B, L]`` log-probabilities; returns its ``Loss``. It refuses settings without
     effect."""
-    silent = [name for name in _SILENCED if experimental_config.get(name) not in (None, False, 0.0, "token")]
-    check(not silent, "{}: no effect beside the gate {!r}; leave it out", ", ".join(silent), gate.name)
-    given, ours = inputs.align_inputs(), importlib.import_module("art.loss")
-    mask, ids = given.assistant_mask.bool(), given.group_ids
-    old = torch.where(given.old_logprobs.isfinite(), given.old_logprobs, new_logprobs.detach())  # as ART has it
+    silenced = [name for name in _SILENCED if experimental_config.get(name) not in (None, False, 0.0, "token")]
+    check(not silenced, "{}: no effect beside the gate {!r}; leave it out", ", ".join(silenced), gate.name)
+    packed, ours = inputs.align_inputs(), importlib.import_module("art.loss")
+    mask, ids = packed.assistant_mask.bool(), packed.group_ids
+    old = torch.where(packed.old_logprobs.isfinite(), packed.old_logprobs, new_logprobs.detach())  # as ART has it
     begins = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
     starts = torch.nn.functional.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=mask.numel())
     batch = packed_rows(starts, mask.flatten(), gate)
     logp, old, advantages, weights = (
-        each.flatten().float() for each in (new_logprobs, old, given.advantages, given.weights)
+        each.flatten().float() for each in (new_logprobs, old, packed.advantages, packed.weights)
     )
     out = token_loss(logp, old, advantages, batch, gate, logp.new_ones(batch.rows), token_weight=weights)
     warn_of_flags(fractions(out.metrics, gate))
-    count, aligned = given.denominator(mask.float(), reduction), given.aligned_entropies(entropies)
-    entropy = None if aligned is None else torch.where(mask, aligned * given.weights, 0.0).sum() / count
-    seen = ours.compute_probs_corr(torch.where(mask, given.old_logprobs, torch.nan), new_logprobs)
+    count, aligned = packed.denominator(mask.float(), reduction), packed.aligned_entropies(entropies)
+    entropy = None if aligned is None else torch.where(mask, aligned * packed.weights, 0.0).sum() / count
+    correlation = ours.compute_probs_corr(torch.where(mask, packed.old_logprobs, torch.nan), new_logprobs)
     losses = {"policy_loss": out.loss / count, "policy_loss_sum": out.loss, "entropy": entropy}
-    return ours.Loss(reduction=reduction, probs_corr=seen, **losses)
+    return ours.Loss(reduction=reduction, probs_corr=correlation, **losses)

@@ -26,7 +26,7 @@ __all__ = ["HPOArguments", "HPOPlugin"]
 _MADE_FROM: dict[str, Callable[[str], Any]] = {"gate": named_gate, "advantage": named_estimator, "window": named_window}
 
 # The arguments of HPOMixin that the yaml names, for the trainer of this process.
-_arguments: dict[str, Any] = {}
+_keywords: dict[str, Any] = {}
 
 
 class HPOArguments(BaseModel):
@@ -65,8 +65,8 @@ class HPOPlugin(BasePlugin):  # type: ignore[misc]
             check(
                 not trl.get(name), "trl.{}: axolotl's asynchronous trainer has a loss of its own; set it to false", name
             )
-        _arguments.clear()
-        _arguments.update({name: _MADE_FROM[name](text) for name, text in cfg.hpo.items()})
+        _keywords.clear()
+        _keywords.update({name: _MADE_FROM[name](text) for name, text in cfg.hpo.items()})
         cfg.trainer_cls = ours
 
 
@@ -78,8 +78,8 @@ def __getattr__(name: str) -> Any:
     mixin = importlib.import_module("hpo_core.integrations.trl").HPOMixin
 
     def build(self: Any, *args: Any, **keywords: Any) -> None:
-        super(made, self).__init__(*args, **{**_arguments, **keywords})
+        super(trainer, self).__init__(*args, **{**_keywords, **keywords})
 
-    made: Any = type(name, (mixin, base), {"__init__": build, "__module__": __name__})
-    globals()[name] = made
-    return made
+    trainer: Any = type(name, (mixin, base), {"__init__": build, "__module__": __name__})
+    globals()[name] = trainer
+    return trainer

@@ -61,11 +61,11 @@ def compute_policy_loss(
     mode = "token-mean" if loss_avg_mode == "token" else "seq-mean-token-mean"
     weights = weights_of(mode, batch)
     out = token_loss(log_probs, old_log_probs, advantages, batch, gate, weights)
-    seen = fractions(out.metrics, gate)
+    reported = fractions(out.metrics, gate)
     names = {"clipped": "pg_clipfrac_higher", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}
     minus = torch.where(response_mask != 0, -log_probs.detach(), 0.0)
     entropy = float((weights[:, None] * minus).sum())  # EasyR1's estimate of it
-    logged = {names.get(name, f"hpo_{name}"): value for name, value in seen.items() if name != "tokens"}
+    logged = {names.get(name, f"hpo_{name}"): value for name, value in reported.items() if name != "tokens"}
     return out.loss, {**logged, "entropy_loss": entropy}
 
 

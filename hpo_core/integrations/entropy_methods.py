@@ -64,10 +64,10 @@ def check_entropy(entropy: MakesSelection, processes: int, window: str = "", pen
 
 def penalty_of(penalty: MakesPenalty, **given: Any) -> torch.Tensor:
     """The loss term of a micro-batch, 0-dim."""
-    found = penalty(**accepted_keywords(penalty, **given))
-    is_scalar = isinstance(found, torch.Tensor) and found.dim() == 0
-    require_type(is_scalar, "entropy_penalty: expected it to return a scalar tensor, got {!r}", found)
-    return found
+    value = penalty(**accepted_keywords(penalty, **given))
+    is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
+    require_type(is_scalar, "entropy_penalty: expected it to return a scalar tensor, got {!r}", value)
+    return value
 
 
 def selection_tensors(
@@ -84,12 +84,14 @@ def selection_tensors(
     level = "token" if advantages.dim() == 2 else "row"
     flat = {name: each.reshape(-1) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
     flat |= {"advantages": advantages.reshape(-1), "advantage_level": level, "batch": batch}
-    found = method(**accepted_keywords(method, **flat))
-    require_type(isinstance(found, Selection), "entropy: expected it to return a Selection, got {}", type(found))
-    found = found.as_mask()
-    low, high = (None, None) if found.bounds is None else found.bounds
-    rest = (getattr(found, name) for name in _LAST)
-    fields = dict(zip(("token_mask", *SELECTED), (found.mask, found.weight, low, high, *rest), strict=True))
+    selection = method(**accepted_keywords(method, **flat))
+    require_type(
+        isinstance(selection, Selection), "entropy: expected it to return a Selection, got {}", type(selection)
+    )
+    selection = selection.as_mask()
+    low, high = (None, None) if selection.bounds is None else selection.bounds
+    rest = (getattr(selection, name) for name in _LAST)
+    fields = dict(zip(("token_mask", *SELECTED), (selection.mask, selection.weight, low, high, *rest), strict=True))
     return {name: each.reshape(mask.shape) for name, each in fields.items() if each is not None}
 
 

@@ -32,35 +32,39 @@ def loss(
         ValueError: a call that :func:`hpo_core.integrations.slime.loss` refuses; a batch without ``rollout_mask_sums``.
     """
     miles = importlib.import_module("miles.backends.training_utils.loss_hub.losses")
-    tensors = {name: value for name, value in batch.items() if value is not None}
+    fields = {name: value for name, value in batch.items() if value is not None}
     check(
-        "rollout_mask_sums" in tensors,
+        "rollout_mask_sums" in fields,
         "batch: expected 'rollout_mask_sums', the tokens of each sample's rollout, as miles counts them; got {}",
-        ", ".join(sorted(tensors)),
+        ", ".join(sorted(fields)),
     )
-    lengths = tensors.get("max_seq_lens")
+    lengths = fields.get("max_seq_lens")
     entropy_counts = args.entropy_coef != 0
 
     def scores(logits: torch.Tensor, *, with_entropy: bool, **keywords: Any) -> tuple[None, dict[str, Any]]:
-        wanted = entropy_counts or args.observe_training_entropy
-        found = miles.get_log_probs_and_entropy(
-            logits, with_entropy=wanted, entropy_requires_grad=entropy_counts, max_seq_lens=lengths, **keywords
+        computes_entropy = entropy_counts or args.observe_training_entropy
+        outputs = miles.get_log_probs_and_entropy(
+            logits,
+            with_entropy=computes_entropy,
+            entropy_requires_grad=entropy_counts,
+            max_seq_lens=lengths,
+            **keywords,
         )
-        return None, {"entropy": [torch.zeros_like(each) for each in found["log_probs"]], **found}
+        return None, {"entropy": [torch.zeros_like(each) for each in outputs["log_probs"]], **outputs}
 
     def correction(path: str | None) -> Callable[..., Any]:
         function = miles.vanilla_tis_function if path is None else miles.load_function(path)
         return functools.partial(function, parallel_state=miles.get_parallel_state(), max_seq_lens=lengths)
 
     def reducer(total: Any, responses: Any, masks: Any, sums: Any, per_token: bool) -> Callable[..., torch.Tensor]:
-        made: Callable[..., torch.Tensor] = miles.get_sum_of_sample_mean(
+        mean: Callable[..., torch.Tensor] = miles.get_sum_of_sample_mean(
             total, responses, masks, per_token, args.qkv_format, lengths, denominators=sums
         )
-        return made
+        return mean
 
     theirs = SimpleNamespace(
         get_log_probs_and_entropy=scores, get_rollout_top_p_logprob_kwargs=lambda *_: {},
-        vanilla_tis_function=lambda **arguments: correction(None)(**arguments), load_function=correction,
+        vanilla_tis_function=lambda **keywords: correction(None)(**keywords), load_function=correction,
         get_sum_of_sample_mean=reducer, compute_approx_kl=miles.compute_approx_kl,
     )  # fmt: skip
-    return reduced_loss(theirs, "miles", args, tensors, logits, sum_of_sample_mean)
+    return reduced_loss(theirs, "miles", args, fields, logits, sum_of_sample_mean)

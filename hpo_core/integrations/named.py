@@ -38,10 +38,10 @@ def named_gate(text: str | RatioGate, argument: str = "gate") -> RatioGate:
     Traceback (most recent call last):
     ValueError: gate: no function 'gpso' in hpo_core.gates, did you mean 'gspo'? got 'gpso(eps_low=3e-4)'
     """
-    made = _made(argument, text, gates) if isinstance(text, str) else text
+    gate = _made(argument, text, gates) if isinstance(text, str) else text
     expected = "{}: expected a RatioGate, or a text such as 'dapo()', got {!r}"
-    require_type(isinstance(made, RatioGate), expected, argument, text)
-    return made
+    require_type(isinstance(gate, RatioGate), expected, argument, text)
+    return gate
 
 
 def named_window(text: str | EntropyWindow) -> EntropyWindow:
@@ -50,9 +50,9 @@ def named_window(text: str | EntropyWindow) -> EntropyWindow:
     >>> named_window("forking_tokens('0.1')").quantile
     Fraction(9, 10)
     """
-    made = _made("window", text, entropy) if isinstance(text, str) else text
-    require_type(isinstance(made, EntropyWindow), "window: expected a text such as 'ares()', got {!r}", text)
-    return made
+    window = _made("window", text, entropy) if isinstance(text, str) else text
+    require_type(isinstance(window, EntropyWindow), "window: expected a text such as 'ares()', got {!r}", text)
+    return window
 
 
 def named_estimator(text: str) -> Callable[..., torch.Tensor]:

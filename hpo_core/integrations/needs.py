@@ -80,7 +80,7 @@ def made_inputs(gate_inputs: MakesInputs, shape: torch.Size, advantages: torch.T
     given = {name: each.reshape(-1) if isinstance(each, torch.Tensor) else each for name, each in tensors.items()}
     level = "token" if advantages.dim() == 2 else "row"
     taken = accepted_keywords(gate_inputs, advantages=advantages.reshape(-1), advantage_level=level, **given)
-    made = gate_inputs(**taken)
-    require_type(isinstance(made, GateInputs), "gate_inputs: expected it to return GateInputs, got {}", type(made))
+    inputs = gate_inputs(**taken)
+    require_type(isinstance(inputs, GateInputs), "gate_inputs: expected it to return GateInputs, got {}", type(inputs))
 
-    return made.on_tokens(lambda values: values.reshape(shape), level == "token")
+    return inputs.on_tokens(lambda values: values.reshape(shape), level == "token")

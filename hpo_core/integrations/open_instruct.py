@@ -106,15 +106,15 @@ class PackedLoss:
             logp, old, advantages.flatten(), batch, gate, logp.new_ones(batch.rows, dtype=torch.float32),
             rollout_logp=sampler, token_mask=rho_weights.flatten() != 0, token_weight=rho_weights.flatten().float(),
         )  # fmt: skip
-        seen = fractions(out.metrics, gate)
-        warn_of_flags(seen)
+        reported = fractions(out.metrics, gate)
+        warn_of_flags(reported)
         mean = out.loss / mask.sum().clamp(min=1)
-        return torch.where(mask, mean, 0.0), torch.where(mask, seen["clipped"], 0.0), kl
+        return torch.where(mask, mean, 0.0), torch.where(mask, reported["clipped"], 0.0), kl
 
 
 def _gate(config: Any) -> RatioGate:
-    chosen = environment_gate_beside("open-instruct", {name: getattr(config, name) for name in _UNSET}, _UNSET)
-    gate = _described(config) if chosen is None else chosen
+    override = environment_gate_beside("open-instruct", {name: getattr(config, name) for name in _UNSET}, _UNSET)
+    gate = _described(config) if override is None else override
     anchored = "with --use_vllm_logprobs there is one old policy" if config.use_vllm_logprobs else ""
     check_gate(gate, "open-instruct", one_policy=anchored)
     check(

@@ -122,9 +122,9 @@ class HPOPolicyLoss(torch.nn.Module):
             log_probs, anchor, advantages, batch, gate, weights, rollout_logp=rollout_log_probs,
             token_weight=token_weight,
         )  # fmt: skip
-        seen = fractions(out.metrics, gate)
-        warn_of_flags(seen)
-        clipped, kl = torch.tensor([seen["clipped"], seen["kl"]], device=log_probs.device).unbind()
+        reported = fractions(out.metrics, gate)
+        warn_of_flags(reported)
+        clipped, kl = torch.tensor([reported["clipped"], reported["kl"]], device=log_probs.device).unbind()
         if self.anchors_sampler:  # the name in OpenRLHF's log is the KL to the old policy
             kl = torch.where(mask, old_log_probs - log_probs.detach(), 0.0).sum() / mask.sum().clamp(min=1)
         return out.loss, clipped, kl, sampler_kl, dropped

@@ -35,11 +35,11 @@ def loss(inputs: Any, gate: str = "dppo_tv(0.2, 0.2, inf)", kl_tau: float = 0.0,
     Raises:
         ValueError: a gate that needs an input that prime-rl does not give its loss.
     """
-    made = _gate(gate)
+    resolved = _gate(gate)
     logp, old, mask = inputs.trainer_logprobs, inputs.inference_logprobs, inputs.loss_mask
     weight = inputs.loss_weights
     out = token_loss(
-        logp[None], old[None], adv_tau * inputs.advantages[None].float(), padded_rows(mask[None], made), made,
+        logp[None], old[None], adv_tau * inputs.advantages[None].float(), padded_rows(mask[None], resolved), resolved,
         torch.ones(1, device=logp.device), rollout_logp=old[None],
         token_weight=None if weight is None else weight[None].float(),
     )  # fmt: skip
@@ -49,7 +49,7 @@ def loss(inputs: Any, gate: str = "dppo_tv(0.2, 0.2, inf)", kl_tau: float = 0.0,
         squared = torch.where(mask & ~gap.isnan(), gap, 0.0).float().square()  # as the loss leaves them out
         total = total + kl_tau * (squared if weight is None else torch.where(mask, weight, 0.0) * squared).sum()
     tokens = out.metrics["tokens"].clamp(min=1)
-    clipped = clipped_tokens(out.metrics, made)
+    clipped = clipped_tokens(out.metrics, resolved)
     metrics = {
         "hpo/clipped": clipped / tokens,
         "hpo/log_ratio": out.metrics["log_ratio_sum"] / tokens,

@@ -53,8 +53,8 @@ def numbers_of(ids: Iterable[Hashable], device: torch.device) -> torch.Tensor:
     tensor([0, 1, 0])
     """
     numbers: dict[Hashable, int] = {}
-    found = [numbers.setdefault(each, len(numbers)) for each in ids]
-    return torch.tensor(found, dtype=torch.int64, device="cpu").to(device)
+    numbered = [numbers.setdefault(each, len(numbers)) for each in ids]
+    return torch.tensor(numbered, dtype=torch.int64, device="cpu").to(device)
 
 
 def settings_of(estimator: Callable[..., torch.Tensor], gamma: float, scaled: bool, name: str) -> dict[str, Any]:
@@ -65,12 +65,12 @@ def settings_of(estimator: Callable[..., torch.Tensor], gamma: float, scaled: bo
     >>> settings_of(advantages.gigpo, 0.9, False, "norm"), settings_of(advantages.gigpo, 1.0, True, "norm")
     ({'gamma': 0.9, 'scaled': False}, {})
     """
-    used = name_of(estimator)
+    estimator_name = name_of(estimator)
     check(
-        scaled or used not in _DIVIDING,
+        scaled or estimator_name not in _DIVIDING,
         "{}: {} divides by a deviation whatever it says; leave it at True, or take hpo_dr_grpo",
         name,
-        used,
+        estimator_name,
     )
     settings = ({} if gamma == 1 else {"gamma": gamma}) | ({} if scaled else {"scaled": False})
     return accepted_keywords(estimator, **settings)
@@ -109,9 +109,13 @@ def prompt_advantages(
     asked = dict(settings) if backend is None else {**settings, "backend": backend}
 
     def called(rewards: torch.Tensor, lengths: torch.Tensor, of: torch.Tensor | slice) -> torch.Tensor:
-        known = {"group_ids": groups[of], "lengths": lengths[of].float(), "batch": PackedBatch.from_padded(mask[of])}
+        available = {
+            "group_ids": groups[of],
+            "lengths": lengths[of].float(),
+            "batch": PackedBatch.from_padded(mask[of]),
+        }
         flat = rewards[of].flatten()
-        return estimator(flat, **accepted_keywords(estimator, flat, **known, **asked))
+        return estimator(flat, **accepted_keywords(estimator, flat, **available, **asked))
 
     if level_of(estimator) == "token":
         batch, rewards = PackedBatch.from_padded(mask), torch.where(mask, token_level_rewards, 0.0).flatten()

@@ -94,15 +94,15 @@ def actor(
     }
 
 
-def actor_critic(**arguments: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def actor_critic(**keywords: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """:func:`actor` and RLinf's own loss of the critic."""
-    loss, logged = actor(**arguments)
-    critic, seen = importlib.import_module("rlinf.algorithms.losses").compute_ppo_critic_loss(**arguments)
-    return loss + critic, {**logged, **seen}
+    loss, logged = actor(**keywords)
+    critic, logged_by_critic = importlib.import_module("rlinf.algorithms.losses").compute_ppo_critic_loss(**keywords)
+    return loss + critic, {**logged, **logged_by_critic}
 
 
 def _mode(function: Callable[..., torch.Tensor] | None) -> str:
-    """The name of RLinf's ``loss_agg_func``; embodied tasks tell none and have the mean over tokens."""
+    """The name of RLinf's ``loss_agg_func``; embodied tasks pass none and take the mean over tokens."""
     theirs = importlib.import_module("rlinf.utils.utils")
     modes = {
         None: "token-mean", theirs.masked_mean: "token-mean", theirs.seq_mean_token_sum: "seq-mean-token-sum",

@@ -72,16 +72,16 @@ def _advantage(
     settings = prompt_advantages.settings_of(estimator, 1.0, scaled, "norm_adv_by_std_in_grpo")
     flat = torch.from_numpy(np.concatenate(rewards).astype(np.float32))
     groups = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), torch.tensor(sizes, device="cpu"))
-    known: dict[str, torch.Tensor] = {"group_ids": groups}
+    available: dict[str, torch.Tensor] = {"group_ids": groups}
     if traj_groups is not None:
         lengths = [
             float(sum(len(step.response_ids) for step in trajectory.steps))
             for group in traj_groups
             for trajectory in group.trajectories
         ]
-        known["lengths"] = torch.tensor(lengths, dtype=torch.float32, device="cpu")
-    found = estimator(flat, **accepted_keywords(estimator, flat, **known), **settings).numpy()
-    parts = np.split(found, np.cumsum(sizes)[:-1])
+        available["lengths"] = torch.tensor(lengths, dtype=torch.float32, device="cpu")
+    values = estimator(flat, **accepted_keywords(estimator, flat, **available), **settings).numpy()
+    parts = np.split(values, np.cumsum(sizes)[:-1])
     return parts, parts
 
 

@@ -56,47 +56,47 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
             logits=output_tensor, input_ids=rows["input_ids"], attention_mask=rows["response_mask"]
         )
         old = self.get_old_log_probs_with_cache(data, logp)
-        token_weight, kept, corrected = self._correction(data, old, responses)
+        token_weight, kept, correction_metrics = self._correction(data, old, responses)
         # RLVR drops whole samples by a mask of its own, which it counts; agents have one, too, but train without it
         of_rlvr = "final_response_mask" in tokens
-        counted = "final_response_mask" if of_rlvr else "response_mask"
+        mask_name = "final_response_mask" if of_rlvr else "response_mask"
         mask = (rows["final_response_mask"] != 0 if of_rlvr else responses) & kept
-        of_samples = None
+        sample_weights = None
         if getattr(config, "difficulty_loss_weight", False) or getattr(config, "length_loss_weight", False):
-            of_samples = self.compute_sample_weights(data, responses & kept)[:, None].expand_as(logp)
-            token_weight = of_samples if token_weight is None else token_weight * of_samples
+            sample_weights = self.compute_sample_weights(data, responses & kept)[:, None].expand_as(logp)
+            token_weight = sample_weights if token_weight is None else token_weight * sample_weights
         batch = padded_rows(mask, gate)
-        weights = weights_of(config.loss_agg_mode, batch, tokens[counted], samples[counted])
-        penalty = config.use_kl_loss and config.kl_loss_coef != 0
+        weights = weights_of(config.loss_agg_mode, batch, tokens[mask_name], samples[mask_name])
+        has_kl = config.use_kl_loss and config.kl_loss_coef != 0
         out = token_loss(
             logp, old, rows["advantages"], batch, gate, weights,
-            kl=kl.k3(config.kl_loss_coef) if penalty else None, ref_logp=rows["ref_log_probs"] if penalty else None,
+            kl=kl.k3(config.kl_loss_coef) if has_kl else None, ref_logp=rows["ref_log_probs"] if has_kl else None,
             clamp_k3=True,
             token_weight=None if token_weight is None else token_weight.float(),
         )  # fmt: skip
         total = getattr(config, "rl_loss_coef", 1.0) * out.loss
         if config.entropy_loss_coef > 0:
             entropy = self.strategy.op_compute_entropy(logits=output_tensor, attention_mask=rows["response_mask"])
-            spoken = responses if of_rlvr else mask
+            entropy_mask = responses if of_rlvr else mask
             counts = (tokens["response_mask"], samples["response_mask"])
-            shares = weights_of(config.loss_agg_mode, PackedBatch.from_padded(spoken), *counts)
-            bonus = (shares[:, None] * torch.where(spoken, entropy, 0.0)).sum()
+            shares = weights_of(config.loss_agg_mode, PackedBatch.from_padded(entropy_mask), *counts)
+            bonus = (shares[:, None] * torch.where(entropy_mask, entropy, 0.0)).sum()
             total = total - config.entropy_loss_coef * bonus
         # ROLL averages a name over micro-batches and ranks unless it ends in @sum: parts over the counts of the step
-        seen = fractions(out.metrics, gate)
-        share = seen.pop("tokens") / float(tokens[counted])
+        reported = fractions(out.metrics, gate)
+        share = reported.pop("tokens") / float(tokens[mask_name])
         policy = float(out.metrics["loss"] - out.metrics["penalty"])
-        shows_kl = penalty and gate.penalty_coefficient == 0  # the gate's own penalty is not apart from it
-        logged = {
-            "weighted_pg_loss" if of_samples is not None else "pg_loss": policy,
-            **({"kl_loss": (float(out.loss.detach()) - policy) / config.kl_loss_coef} if shows_kl else {}),
+        logs_kl = has_kl and gate.penalty_coefficient == 0  # the gate's own penalty is not apart from it
+        metrics = {
+            "weighted_pg_loss" if sample_weights is not None else "pg_loss": policy,
+            **({"kl_loss": (float(out.loss.detach()) - policy) / config.kl_loss_coef} if logs_kl else {}),
             "total_loss": float(total.detach()),
-            "clipfrac": share * seen.pop("clipped"),  # by the sign of the advantage, as ROLL's of this name
-            "policykl": -share * seen.pop("kl"),
-            "hpo_dual_clipped": share * seen.pop("dual_clipped"),
-            **{f"hpo_{name}": seen[name] for name in FLAGS},
+            "clipfrac": share * reported.pop("clipped"),  # by the sign of the advantage, as ROLL's of this name
+            "policykl": -share * reported.pop("kl"),
+            "hpo_dual_clipped": share * reported.pop("dual_clipped"),
+            **{f"hpo_{name}": reported[name] for name in FLAGS},
         }
-        return total, {**{f"actor/{name}@sum": value for name, value in logged.items()}, **corrected}
+        return total, {**{f"actor/{name}@sum": value for name, value in metrics.items()}, **correction_metrics}
 
     def _correction(
         self, data: Any, old: torch.Tensor, responses: torch.Tensor
@@ -105,10 +105,10 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
         of it. Where ROLL computes old log-probabilities anew, it has corrected weights and masks before."""
         config, rows = self.pipeline_config, data.batch
         if config.enable_old_logprobs_recompute:
-            weight, kept, logged = rows["train_infer_is_weight"], torch.ones_like(responses), {}
+            weight, kept, metrics = rows["train_infer_is_weight"], torch.ones_like(responses), {}
         else:
             sampler = rows.get("infer_logprobs", old)
-            weight, kept, logged = compute_train_infer_correction(
+            weight, kept, metrics = compute_train_infer_correction(
                 cfg=config.train_infer_correction,
                 response_mask=responses.long(),
                 old_log_probs=old,
@@ -116,7 +116,7 @@ class HPOActorWorker(ActorWorker):  # type: ignore[misc]
                 global_valid_samples=data.meta_info["global_valid_samples"]["response_mask"],
                 global_valid_tokens=data.meta_info["batch_num_tokens"]["response_mask"],
             )
-        return weight if config.train_infer_correction.is_weight.enabled else None, kept != 0, logged
+        return weight if config.train_infer_correction.is_weight.enabled else None, kept != 0, metrics
 
 
 def _gate(config: Any) -> RatioGate:
@@ -128,8 +128,8 @@ def _gate(config: Any) -> RatioGate:
         "does not; leave it out, and name a gate in HPO_GATE, such as cispo()",
         variant,
     )
-    given = {name: getattr(config, name, value) for name, value in _UNSET.items()}
-    gate = environment_gate_beside("ROLL", given, _UNSET)
+    settings = {name: getattr(config, name, value) for name, value in _UNSET.items()}
+    gate = environment_gate_beside("ROLL", settings, _UNSET)
     if gate is None:
         return _described(config)
     check_gate(gate, "ROLL", one_policy="ROLL keeps the sampler's log-probabilities to its own correction")

@@ -68,16 +68,16 @@ def check_proportional(gate: RatioGate, scaled: str) -> None:
 
 def served_gate(gate: RatioGate | str, trainer: str, **served: Any) -> RatioGate:
     """The gate that a text names, or the gate itself, after :func:`check_gate`."""
-    made = named_gate(gate)
-    check_gate(made, trainer, **served)
-    return made
+    resolved = named_gate(gate)
+    check_gate(resolved, trainer, **served)
+    return resolved
 
 
 def check_environment_gate(trainer: str, **served: Any) -> None:
     """:func:`check_gate` of the gate of ``HPO_GATE``, if there is one, before processes that would refuse it start."""
-    chosen = environment_gate()
-    if chosen is not None:
-        check_gate(chosen, trainer, **served)
+    gate = environment_gate()
+    if gate is not None:
+        check_gate(gate, trainer, **served)
 
 
 def check_registered(gate: Any, config: str) -> None:
@@ -110,10 +110,10 @@ def check_unread(
 
 def environment_gate_beside(trainer: str, given: Mapping[str, Any], unset: Mapping[str, Any]) -> RatioGate | None:
     """:func:`environment_gate`; beside a gate, settings of the trainer that it would silence are refused."""
-    chosen = environment_gate()
-    if chosen is not None:
-        check_unread(chosen, trainer, given, unset, f" or take {VARIABLE} away")
-    return chosen
+    gate = environment_gate()
+    if gate is not None:
+        check_unread(gate, trainer, given, unset, f" or take {VARIABLE} away")
+    return gate
 
 
 def check_sampler(gate: RatioGate, rollout_logp: torch.Tensor | None, setting: str) -> None:

@@ -203,8 +203,8 @@ def _gspo_token(config: Any) -> RatioGate:
 
 
 def _cispo(config: Any) -> RatioGate:
-    low, high = config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high
-    gate = gates.cispo(ratio_cap=1 + high, ratio_low=max(1 - low, 0.0))
+    fields = config.cispo
+    gate = gates.cispo(ratio_cap=1 + fields.cispo_eps_clip_high, ratio_low=max(1 - fields.cispo_eps_clip_low, 0.0))
     return _reading(gate, config, *_CISPO)
 
 

@@ -58,10 +58,10 @@ def reduced_loss(
         "custom_pg_loss_reducer_function_path: hpo_core weighs whole responses, expected None, got {!r}; leave it out",
         reducer,
     )
-    chosen = environment_gate_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
-    gate = _described(args) if chosen is None else chosen
+    override = environment_gate_beside(trainer, {name: getattr(args, name) for name in _UNSET}, _UNSET)
+    gate = _described(args) if override is None else override
     check(
-        chosen is None or args.advantage_estimator not in ("gspo", "cispo"),
+        override is None or args.advantage_estimator not in ("gspo", "cispo"),
         "advantage_estimator: {!r} has grpo's advantages and a loss that the gate {!r} replaces; set it to grpo",
         args.advantage_estimator,
         gate.name,
@@ -87,7 +87,7 @@ def reduced_loss(
         "{}: it corrects by the sampler's log-probabilities, and the batch has none; leave it out",
         flag,
     )
-    _, found = theirs.get_log_probs_and_entropy(
+    _, outputs = theirs.get_log_probs_and_entropy(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
@@ -96,7 +96,7 @@ def reduced_loss(
         with_entropy=True,
         **theirs.get_rollout_top_p_logprob_kwargs(args, batch),
     )
-    parts, masks = found["log_probs"], batch["loss_masks"]
+    parts, masks = outputs["log_probs"], batch["loss_masks"]
     old_parts = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     logp = torch.cat(parts).float()
     old = torch.cat(old_parts).float() if old_parts else logp.detach()
@@ -112,13 +112,13 @@ def reduced_loss(
         path = getattr(args, "custom_tis_function_path", None)
         correct = theirs.vanilla_tis_function if path is None else theirs.load_function(path)
         total, responses = batch["total_lengths"], batch["response_lengths"]
-        token_weight, kept_parts, seen = correct(
+        token_weight, kept_parts, metrics = correct(
             args=args, pg_loss=torch.ones_like(logp), loss_masks=masks, rollout_log_probs=batch["rollout_log_probs"],
             train_log_probs=batch.get("log_probs") or [part.detach() for part in parts], total_lengths=total,
             response_lengths=responses,
         )  # fmt: skip
         token_weight, kept = token_weight.float(), torch.cat(kept_parts) != 0
-        logged = {name: sum_of_sample_mean(value) for name, value in seen.items()}
+        logged = {name: sum_of_sample_mean(value) for name, value in metrics.items()}
         # in slime, too, all that follows is summed over the tokens that the correction keeps
         sum_of_sample_mean = theirs.get_sum_of_sample_mean(
             total, responses, kept_parts, batch["rollout_mask_sums"], args.calculate_per_token_loss
@@ -132,7 +132,7 @@ def reduced_loss(
         logp, old, torch.cat(batch["advantages"]), rows, gate, weights, rollout_logp=sampler, token_mask=kept,
         token_weight=token_weight,
     )  # fmt: skip
-    entropy = sum_of_sample_mean(torch.cat(found["entropy"]))
+    entropy = sum_of_sample_mean(torch.cat(outputs["entropy"]))
     total = out.loss - args.entropy_coef * entropy
     if args.use_kl_loss:
         ref = torch.cat(batch["ref_log_probs"])

@@ -41,16 +41,16 @@ def custom_loss(
     Raises:
         ValueError: a gate that needs an input that datums do not hold.
     """
-    made = served_gate(gate, "Tinker", groups=prompts is not None, one_policy="a datum has one old policy")
-    grouped = Unit.GROUP in made.units
+    resolved = served_gate(gate, "Tinker", groups=prompts is not None, one_policy="a datum has one old policy")
+    grouped = Unit.GROUP in resolved.units
     check_choice("reduction", reduction, ("sum", "mean"))
 
     def loss(data: Sequence[Any], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         check(len(data) > 0, "data: expected datums, got none")
         pairs = zip(data, logprobs, strict=True)
-        of_datums = [{"mask": torch.ones_like(each), **datum.loss_fn_inputs} for datum, each in pairs]
+        fields = [{"mask": torch.ones_like(each), **datum.loss_fn_inputs} for datum, each in pairs]
         sizes = [each.numel() for each in logprobs]
-        old, advantages, mask = (_field(of_datums, name, sizes) for name in ("logprobs", "advantages", "mask"))
+        old, advantages, mask = (_field(fields, name, sizes) for name in ("logprobs", "advantages", "mask"))
         mask = mask != 0
         lengths = torch.tensor([0, *(len(each) for each in logprobs)], device=old.device)
         ids = None
@@ -60,22 +60,22 @@ def custom_loss(
                 len(prompts) == len(data), "prompts: expected one of each of {} datums, got {}", len(data), len(prompts)
             )
             ids = ids_of([str(each) for each in prompts], old.device)
-        batch = packed_rows(lengths.cumsum(0), mask, made, ids)
+        batch = packed_rows(lengths.cumsum(0), mask, resolved, ids)
         if reduction == "sum":
             weights = torch.ones(batch.rows, device=old.device)
         else:
             weights = aggregation.token_mean(batch, ranks=1)
         logp = torch.cat([each.reshape(-1) for each in logprobs])
-        out = token_loss(logp, old, advantages, batch, made, weights, rollout_logp=old, backend=backend)
-        seen = fractions(out.metrics, made)
-        return out.loss, {f"hpo/{name}:{'sum' if name == 'tokens' else 'mean'}": seen[name] for name in seen}
+        out = token_loss(logp, old, advantages, batch, resolved, weights, rollout_logp=old, backend=backend)
+        reported = fractions(out.metrics, resolved)
+        return out.loss, {f"hpo/{name}:{'sum' if name == 'tokens' else 'mean'}": reported[name] for name in reported}
 
     return loss
 
 
-def _field(of_datums: Sequence[Mapping[str, Any]], name: str, sizes: Sequence[int]) -> torch.Tensor:
+def _field(fields: Sequence[Mapping[str, Any]], name: str, sizes: Sequence[int]) -> torch.Tensor:
     parts = []
-    for at, (inputs, size) in enumerate(zip(of_datums, sizes, strict=True)):
+    for at, (inputs, size) in enumerate(zip(fields, sizes, strict=True)):
         check(name in inputs, "loss_fn_inputs: expected {!r} in each datum", name)
         value = inputs[name]
         value = value.to_torch() if hasattr(value, "to_torch") else value

@@ -65,9 +65,9 @@ class HPOPolicyLossFn(PolicyLossFn):  # type: ignore[misc]
             advantages = advantages[None]
         batch = padded_rows(action_mask, self.gate)
         out = token_loss(logprob, old_logprob, advantages, batch, self.gate, weights_of(self.loss_agg_mode, batch))
-        seen = fractions(out.metrics, self.gate)
+        reported = fractions(out.metrics, self.gate)
         names = {"clipped": "pg_clipfrac", "dual_clipped": "pg_clipfrac_lower", "kl": "ppo_kl"}
-        logged = {names.get(name, f"hpo_{name}"): value for name, value in seen.items() if name != "tokens"}
+        logged = {names.get(name, f"hpo_{name}"): value for name, value in reported.items() if name != "tokens"}
         return out.loss, {**logged, "pg_loss": float(out.loss.detach())}
 
     @classmethod

@@ -40,7 +40,7 @@ from .entropy_methods import (
     selection_tensors,
 )
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
-from .trl_config import arguments_from, check_config, check_unchanged, gate_from_config, settings_of
+from .trl_config import check_config, check_unchanged, gate_from_config, loss_fields, settings_of
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
 from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, advantages_of, domain_ids_of, mask_of, sampler_of
@@ -158,8 +158,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         config, given = self.args, tuple(name for name, value in pillars.items() if value is not None)
         check_config(config, given)
         self._hpo_settings, self._hpo_given = settings_of(self), given
-        chosen = {"gate": gate, "window": window} | arguments_from(self._hpo_settings, given)
-        gate, window, kl = chosen["gate"], chosen["window"], chosen["kl"]
+        fields = {"gate": gate, "window": window} | loss_fields(self._hpo_settings, given)
+        gate, window, kl = fields["gate"], fields["window"], fields["kl"]
         assert gate is not None
         if entropy is not None:
             check_entropy(entropy, self.accelerator.num_processes, "window", "set beta > 0" if kl is None else "")
@@ -305,7 +305,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         settings = settings_of(self)
         if settings != self._hpo_settings:
             check_unchanged(settings, self._hpo_settings, self._hpo_given)
-            self._hpo, self._hpo_settings = self._hpo._replace(**arguments_from(settings, self._hpo_given)), settings
+            self._hpo, self._hpo_settings = self._hpo._replace(**loss_fields(settings, self._hpo_given)), settings
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         self._read_config()
@@ -315,14 +315,14 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             batch = PackedBatch.from_padded(mask_of(inputs))
             taken = {"entropy": entropies.flatten(), "batch": batch, "weights": self._weights(batch, inputs)}
             penalty = penalty_of(self._hpo.entropy_penalty, seed=self.state.global_step, **taken)
-            kept = self._metrics["train" if self.model.training else "eval"]
-            kept["entropy_penalty"].append(self.accelerator.gather(penalty.detach()).nanmean().item())
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            metrics["entropy_penalty"].append(self.accelerator.gather(penalty.detach()).nanmean().item())
             loss = loss + penalty
         if self._entropy_bonus_enabled:
             # TRL logs the loss of a micro-batch, but for the loss types whose denominator is the whole step's.
             logged = loss.detach() * (1 if self.loss_type in ("cispo", "dapo", "vespo") else self._accumulated())
-            kept = self._metrics["train" if self.model.training else "eval"]
-            kept["policy_loss"].append(self.accelerator.gather(logged).nanmean().item())
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            metrics["policy_loss"].append(self.accelerator.gather(logged).nanmean().item())
             loss = loss - entropy_bonus(
                 self, entropies, self._selected(entropies.detach(), inputs), self._accumulated()
             )
@@ -389,7 +389,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         self._check_sampler(gate)
         # Of the trainer's policy to vLLM's: [B, L] or [B, 1].
         token_weight = inputs.get("importance_sampling_ratio") if self._weighs_samples() else None
-        found = policy_loss(
+        out = policy_loss(
             logps,
             old_logps,
             advantages,
@@ -411,8 +411,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             process_group=self._ranks() if _SPANNING & gate.units else None,
             backend=backend,
         )
-        self._log_loss(found, logps.detach(), batch, inputs, aux_loss)
-        return found.loss
+        self._log_loss(out, logps.detach(), batch, inputs, aux_loss)
+        return out.loss
 
     def _selected(self, entropies: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """Tokens of the policy term, bool ``[B, L]``: valid ones, which the window selects."""
@@ -452,7 +452,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     @torch.no_grad()
     def _log_loss(
         self,
-        found: PolicyLoss,
+        out: PolicyLoss,
         logps: torch.Tensor,
         batch: PackedBatch,
         inputs: dict[str, Any],
@@ -460,7 +460,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
     ) -> None:
         """TRL's own keys with TRL's own definitions, and ours: one gather over processes, one copy to the host."""
         gate, kl, *_, processes = self._hpo
-        parts = observed_parts(found, gate, logps, batch, inputs)
+        parts = observed_parts(out, gate, logps, batch, inputs)
         if kl is not None:
             parts["kl"] = penalty_sum(logps, inputs, self.args.use_bias_correction_kl)
         if aux_loss is not None:
@@ -469,9 +469,9 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         gathered = (self.accelerator.gather(local) if processes > 1 else local).cpu().reshape(processes, -1)
         sizes = [part.numel() for part in parts.values()]
         seen = dict(zip(parts, gathered.split(sizes, dim=1), strict=True))  # [P, size] each, on the host
-        kept = self._metrics["train" if self.model.training else "eval"]
-        for name, value in logged_metrics(seen, found, gate).items():
-            kept[name].append(value)  # TRL leaves NaN, the mean of nothing, out of its averages
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in logged_metrics(seen, out, gate).items():
+            metrics[name].append(value)  # TRL leaves NaN, the mean of nothing, out of its averages
 
 
 class HPOTrainer(HPOMixin, GRPOTrainer):  # type: ignore[misc,unused-ignore]

@@ -44,18 +44,18 @@ def settings_of(trainer: Any) -> dict[str, Any]:
     return settings | {"epsilon": trainer.epsilon_low}
 
 
-def arguments_from(settings: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+def loss_fields(settings: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
     """The ``kl``, and the ``gate`` and ``window`` that no argument ``given`` replaces, as the ``settings`` say."""
     config = SimpleNamespace(**settings)
     _check_loss(config, "gate" in given)
     bias = "importance" if config.use_bias_correction_kl else "value"
-    arguments: dict[str, Any] = {"kl": k3(config.beta, gradient=bias) if config.beta != 0.0 else None}
+    fields: dict[str, Any] = {"kl": k3(config.beta, gradient=bias) if config.beta != 0.0 else None}
     if "gate" not in given:
-        arguments["gate"] = gate_from_config(config)
+        fields["gate"] = gate_from_config(config)
     if "window" not in given and "entropy" not in given:
         quantile = config.top_entropy_quantile
-        arguments["window"] = forking_tokens(quantile, scope="call") if quantile < 1.0 else None
-    return arguments
+        fields["window"] = forking_tokens(quantile, scope="call") if quantile < 1.0 else None
+    return fields
 
 
 def check_unchanged(settings: dict[str, Any], before: dict[str, Any], given: Collection[str]) -> None:

@@ -34,13 +34,13 @@ def reported(gate: RatioGate) -> Report:
 
 
 def observed_parts(
-    found: PolicyLoss, gate: RatioGate, logps: torch.Tensor, batch: PackedBatch, inputs: dict[str, Any]
+    out: PolicyLoss, gate: RatioGate, logps: torch.Tensor, batch: PackedBatch, inputs: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """The tensors that processes have to gather, flat, by name; the first is float64."""
-    parts = {"vector": found.metrics.vector}
-    if found.levels is not None:
-        parts["levels"] = found.levels.table.flatten()
-    parts |= {f"correction_{at}": each.vector for at, each in enumerate(found.corrections)}
+    parts = {"vector": out.metrics.vector}
+    if out.levels is not None:
+        parts["levels"] = out.levels.table.flatten()
+    parts |= {f"correction_{at}": each.vector for at, each in enumerate(out.corrections)}
     log_ratio, mask, advantages = log_ratio_of(logps, inputs), mask_of(inputs), advantages_of(inputs)
     bounds = _clip_bounds(gate)
     if bounds is not None:
@@ -60,7 +60,7 @@ def penalty_sum(logps: torch.Tensor, inputs: dict[str, Any], corrected: bool) ->
     return torch.where(mask_of(inputs), k, 0.0).sum().reshape(1)
 
 
-def logged_metrics(seen: dict[str, torch.Tensor], found: PolicyLoss, gate: RatioGate) -> dict[str, float]:
+def logged_metrics(seen: dict[str, torch.Tensor], out: PolicyLoss, gate: RatioGate) -> dict[str, float]:
     """The values to log, by key, from the parts of all processes ``[P, size]`` on the host."""
 
     def total(name: str) -> dict[str, float]:
@@ -69,14 +69,14 @@ def logged_metrics(seen: dict[str, torch.Tensor], found: PolicyLoss, gate: Ratio
     ours = total("vector")
     entropy = ours["entropy"] if ours["tokens"] else 0.0  # as TRL logs the mean of nothing
     logged = {"entropy": entropy, **{f"hpo_core/{name}": ours[name] for name in _REPORTED}}
-    if found.levels is not None:
-        shape, rest = found.levels.table.shape, (found.levels.units, found.levels.split)
+    if out.levels is not None:
+        shape, rest = out.levels.table.shape, (out.levels.units, out.levels.split)
         levels = sum(LevelMetrics(table.view(shape), *rest) for table in seen["levels"])
         assert isinstance(levels, LevelMetrics)
         for unit, values in levels.compute().items():
             logged |= {f"hpo_core/{unit}/{name}": values[name] for name in _OF_LEVELS}
             logged[f"hpo_core/{unit}/clip_fraction"] = _beyond(values)
-    for at in range(len(found.corrections)):
+    for at in range(len(out.corrections)):
         values = total(f"correction_{at}")
         logged |= {f"hpo_core/correction_{at}/{name}": values[name] for name in _OF_CORRECTIONS}
     if "low" in seen:

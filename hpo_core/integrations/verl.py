@@ -307,14 +307,14 @@ def _metrics(result: PolicyLoss, gate: RatioGate) -> dict[str, float]:
     """verl's three metrics as it defines them, kept fractions of corrections, error counters; one copy to the host."""
     vectors = torch.stack([each.vector for each in (result.metrics, *result.corrections)]).cpu()
     whole, *corrections = map(Metrics, vectors)
-    seen = fractions(whole, gate)
+    reported = fractions(whole, gate)
     kept = [float(each["selected"] / each["tokens"]) if each["tokens"] > 0 else 1.0 for each in corrections]
     return {
-        "actor/pg_clipfrac": seen["clipped"],
-        "actor/ppo_kl": seen["kl"],
-        "actor/pg_clipfrac_lower": seen["dual_clipped"],
+        "actor/pg_clipfrac": reported["clipped"],
+        "actor/ppo_kl": reported["kl"],
+        "actor/pg_clipfrac_lower": reported["dual_clipped"],
         **{f"actor/hpo_correction_{at}_selected_fraction": each for at, each in enumerate(kept)},
-        **{f"actor/hpo_{name}": seen[name] for name in FLAGS},
+        **{f"actor/hpo_{name}": reported[name] for name in FLAGS},
     }
 
 
@@ -404,8 +404,8 @@ def _epsilons(config: Any) -> tuple[float, float]:
 def _reading(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
     """The gate, which reads no fields but these."""
     further = config.get("policy_loss", None) or {}
-    values = {field: config.get(field, further.get(field)) for field in _UNSET if field not in fields}
-    given = {field: value for field, value in values.items() if value is not None}
+    settings = {field: config.get(field, further.get(field)) for field in _UNSET if field not in fields}
+    given = {field: value for field, value in settings.items() if value is not None}
     check_unread(gate, "verl", given, _UNSET, " or choose another loss_mode")
     return gate
 

@@ -55,9 +55,11 @@ def compute_policy_loss(
     check_gate(gate, "verl-agent", one_policy="verl-agent passes its loss no log-probabilities of the sampler")
     batch = padded_rows(response_mask, gate)
     out = token_loss(log_prob, old_log_prob, advantages, batch, gate, weights_of(loss_agg_mode, batch))
-    seen = fractions(out.metrics, gate)
-    warn_of_flags(seen)
-    clipped, kl, dual = torch.tensor([seen[name] for name in ("clipped", "kl", "dual_clipped")], device="cpu").unbind()
+    reported = fractions(out.metrics, gate)
+    warn_of_flags(reported)
+    clipped, kl, dual = torch.tensor(
+        [reported[name] for name in ("clipped", "kl", "dual_clipped")], device="cpu"
+    ).unbind()
     return out.loss, clipped, kl, dual
 
 

@@ -49,9 +49,9 @@ class MicroBatch(NamedTuple):
     seed: int = 0  # another for each call and data-parallel rank, the same in every run
 
     def selection(self) -> Selection | None:
-        found = selection_of(self.fields)
+        stored = selection_of(self.fields)
         mask = self.fields.get(_MASK)
-        return found if mask is None else (found or Selection())._replace(mask=mask)
+        return stored if mask is None else (stored or Selection())._replace(mask=mask)
 
     def group_ids(self, loss: str, device: torch.device) -> torch.Tensor:
         """``[B]`` int64, the prompts as groups, of which each has all its rows here."""

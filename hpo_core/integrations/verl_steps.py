@@ -28,7 +28,7 @@ STEP_ESTIMATORS = ("gigpo", "hgpo")
 
 
 class _Rows(NamedTuple):
-    """The facts about the rows that agent loops report."""
+    """The fields that agent loops attach to rows."""
 
     steps: Callable[[], Sequence[Any] | None] = lambda: None  # fetched at its call; None: no row has the field
     keys: Sequence[str] | None = None  # UID_SESSION_PLACE
@@ -41,7 +41,7 @@ class _Rows(NamedTuple):
 
 
 _NONE = _Rows()
-_rows: ContextVar[_Rows] = ContextVar("the facts about the rows that agent loops report", default=_NONE)
+_rows: ContextVar[_Rows] = ContextVar("the fields that agent loops attach to rows", default=_NONE)
 
 
 def is_of_steps(estimator: Callable[..., torch.Tensor]) -> bool:
@@ -69,8 +69,8 @@ def step_advantages(
     mask = response_mask != 0
     batch = PackedBatch.from_padded(mask, steps=turns(mask))
     filled = mask.any(1).tolist()
-    rows = _rows.get()
-    steps, sessions = _steps_of(name, rows.steps(), filled), rows.sessions()
+    rows_of_loops = _rows.get()
+    steps, sessions = _steps_of(name, rows_of_loops.steps(), filled), rows_of_loops.sessions()
     outcomes = token_level_rewards.sum(-1)
     if sessions is None:
         rewards, ids = steps_of_turns(batch, steps, outcomes)
@@ -78,17 +78,17 @@ def step_advantages(
         rewards, ids = _of_sessions(batch, steps, outcomes, sessions, filled)
     groups = numbers_of(index, mask.device)[batch.row_of_step()]
     asked = _settings(estimator, config) | ({} if backend is None else {"backend": backend})
-    found = estimator(rewards, **accepted_keywords(estimator, rewards, group_ids=groups, **ids, **asked))
-    of_tokens = batch.spread_steps(found).view(mask.shape)
+    advantages = estimator(rewards, **accepted_keywords(estimator, rewards, group_ids=groups, **ids, **asked))
+    of_tokens = batch.spread_steps(advantages).view(mask.shape)
     return of_tokens, of_tokens
 
 
 def row_advantages(
-    estimator: Callable[..., torch.Tensor], backend: str | None, /, config: Any = None, **arguments: Any
+    estimator: Callable[..., torch.Tensor], backend: str | None, /, config: Any = None, **keywords: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The function that verl calls for an estimator of rows or tokens."""
     runs, settings = _rows.get().sessions(), _settings(estimator, config)
-    return prompt_advantages(estimator, backend, runs=runs, settings=settings, **arguments)
+    return prompt_advantages(estimator, backend, runs=runs, settings=settings, **keywords)
 
 
 def _settings(estimator: Callable[..., torch.Tensor], config: Any) -> dict[str, Any]:
@@ -98,9 +98,9 @@ def _settings(estimator: Callable[..., torch.Tensor], config: Any) -> dict[str, 
     return settings_of(estimator, gamma, scaled, f"algorithm.{name}")
 
 
-def _steps_of(name: str, reported: Sequence[Any] | None, filled: Sequence[bool]) -> list[list[Any]]:
+def _steps_of(name: str, field: Sequence[Any] | None, filled: Sequence[bool]) -> list[list[Any]]:
     """A list for each row; rows without valid tokens, with which verl fills batches up, have no turns."""
-    missing = [row for row, has_turns in enumerate(filled) if has_turns and (reported is None or reported[row] is None)]
+    missing = [row for row, has_turns in enumerate(filled) if has_turns and (field is None or field[row] is None)]
     check(
         not missing,
         "adv_estimator: {!r} compares steps by the observations before them, and the agent loop of row {} reports no "
@@ -112,14 +112,14 @@ def _steps_of(name: str, reported: Sequence[Any] | None, filled: Sequence[bool])
         FIELD,
     )
     return [
-        [_step(each) for each in reported[row]] if has_turns and reported is not None else []
+        [_step(each) for each in field[row]] if has_turns and field is not None else []
         for row, has_turns in enumerate(filled)
     ]
 
 
-def _step(reported: Any) -> Any:
+def _step(value: Any) -> Any:
     """Pairs lose their class on the way to the driver; a value that is no pair is refused later, with its place."""
-    return Step(*reported) if isinstance(reported, tuple | list) and len(reported) == 2 else reported
+    return Step(*value) if isinstance(value, tuple | list) and len(value) == 2 else value
 
 
 def _of_sessions(
@@ -159,10 +159,10 @@ def _show_rows(module: ModuleType) -> None:
 
     @functools.wraps(compute_advantage)
     def shown(data: Any, *arguments: Any, **keywords: Any) -> Any:
-        reported = data.non_tensor_batch.get(FIELD)
-        if reported is None:  # as in all trainers whose rows are in the queue
+        steps = data.non_tensor_batch.get(FIELD)
+        if steps is None:  # as in all trainers whose rows are in the queue
             return compute_advantage(data, *arguments, **keywords)
-        return _with(_Rows(lambda: reported), compute_advantage, data, *arguments, **keywords)
+        return _with(_Rows(lambda: steps), compute_advantage, data, *arguments, **keywords)
 
     module.compute_advantage = shown  # type: ignore[attr-defined]
 

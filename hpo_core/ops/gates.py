@@ -64,8 +64,8 @@ def policy_loss(
     want_grad = logp.requires_grad and torch.is_grad_enabled()
     if not is_traced(logp):
         run = resolve("gates", logp, backend).policy_loss
-        # The gradient has collectives of its own, of which all ranks make as many: also one without tokens, whose logp
-        # may require no gradient.
+        # The gradient has collectives of its own, and all ranks must make the same number of them: also a rank without
+        # tokens, whose logp may require no gradient.
         computed = want_grad or (exchange is not None and torch.is_grad_enabled())
         loss, metrics, grad, tokens = run(_contiguous(inputs), spec, computed, want_tokens, exchange)
         if want_grad:
@@ -144,10 +144,10 @@ def _forward_in_transform(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     inputs = _contiguous(inputs)
     if is_seen(inputs.logp):
-        found = _through_operator(inputs, call.spec, call.backend, True, call.want_tokens)
+        results = _through_operator(inputs, call.spec, call.backend, True, call.want_tokens)
     else:
-        found = resolve("gates", inputs.logp, call.backend).policy_loss(inputs, call.spec, True, call.want_tokens)
-    loss, call.metrics, grad, call.tokens = found
+        results = resolve("gates", inputs.logp, call.backend).policy_loss(inputs, call.spec, True, call.want_tokens)
+    loss, call.metrics, grad, call.tokens = results
     return loss, grad
 
 

@@ -81,8 +81,10 @@ def node(
         "jvp": raising(no_forward_mode, function),
         "vmap": raising(RuntimeError, no_vmap),
     }
-    made: Any = type(function, (torch.autograd.Function,), {name: staticmethod(each) for name, each in methods.items()})
-    return made.apply
+    function_class: Any = type(
+        function, (torch.autograd.Function,), {name: staticmethod(each) for name, each in methods.items()}
+    )
+    return function_class.apply
 
 
 def call_differentiable(

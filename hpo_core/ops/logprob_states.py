@@ -127,12 +127,12 @@ def shared(state: LogprobState, columns: int, group: Any, sizes: Sequence[int]) 
     torch.distributed.all_gather(list(all_ranks), own, group=group)
     tables = all_ranks[:, :-1].reshape(len(sizes), len(given), *state.top.shape)
     if own.is_cpu:
-        found = [int(size) for size in all_ranks[:, -1].tolist()]
+        columns_by_rank = [int(size) for size in all_ranks[:, -1].tolist()]
         check(
-            found == list(sizes) and sum(found) > 0,
+            columns_by_rank == list(sizes) and sum(columns_by_rank) > 0,
             "vocabulary_sizes: expected the columns of every rank, {}, at least one, got {}; pass the sizes of all "
             "ranks in their order (without them all shards have one size)",
-            found,
+            columns_by_rank,
             list(sizes),
         )
     else:

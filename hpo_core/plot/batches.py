@@ -47,14 +47,14 @@ def batch_layout(
     check(has_tokens, "batch: expected a row with tokens, got {}", batch)
     first, last = (0, batch.rows) if rows is None else rows
     check(0 <= first < last <= batch.rows, "rows: expected 0 <= first < last <= {}, got {}", batch.rows, rows)
-    drawn = axes_of("batch_layout", axes, (9, 3.2))
+    ax = axes_of("batch_layout", axes, (9, 3.2))
     begin, end = int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last])
     end = batch.total_tokens if last == batch.rows else end
     check(begin < end, "rows: expected rows with tokens, got {}", rows)
     names = []
     for height, (name, segments) in enumerate(_layers(batch, first, last)):
         names.append(name)
-        if name == "token" and not _fits("0", 1, end - begin, drawn):
+        if name == "token" and not _fits("0", 1, end - begin, ax):
             segments = list(_joined(segments))
         colour: dict[int, str] = {}
         for left, right, number, is_valid in segments:
@@ -62,14 +62,14 @@ def batch_layout(
             face = GREY if name == "token" and is_valid else face
             hatch = None if is_valid else "////"
             width = right - left
-            drawn.barh(height, width, left=left, color=face, edgecolor="black", lw=0.7, hatch=hatch, clip_on=False)
-            if name != "token" and _fits(str(number), width, end - begin, drawn):
-                drawn.text(left + width / 2, height, str(number), ha="center", va="center", fontsize=9)
-    drawn.set_yticks(range(len(names)), names)
-    drawn.set(xlim=(begin, end), xlabel="token in the pack")
-    drawn.spines[["top", "right", "left"]].set_visible(False)
-    drawn.tick_params(axis="y", length=0)
-    return drawn  # type: ignore[no-any-return]
+            ax.barh(height, width, left=left, color=face, edgecolor="black", lw=0.7, hatch=hatch, clip_on=False)
+            if name != "token" and _fits(str(number), width, end - begin, ax):
+                ax.text(left + width / 2, height, str(number), ha="center", va="center", fontsize=9)
+    ax.set_yticks(range(len(names)), names)
+    ax.set(xlim=(begin, end), xlabel="token in the pack")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)
+    return ax  # type: ignore[no-any-return]
 
 
 def _layers(batch: PackedBatch, first: int, last: int) -> Iterator[tuple[str, list[tuple[int, int, int, bool]]]]:

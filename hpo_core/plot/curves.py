@@ -61,17 +61,17 @@ def gate_curve(
     check(points >= 2, "points: expected at least 2, got {}", points)
     ratio = torch.linspace(low, high, points, dtype=torch.float64)
     slopes = {advantage: _slopes(gate, ratio, advantage, tokens, alone, old_logp) for advantage in (1.0, -1.0)}
-    drawn = axes_of("gate_curve", axes, (5.6, 3.6))
+    ax = axes_of("gate_curve", axes, (5.6, 3.6))
     for (advantage, slope), colour, style in zip(slopes.items(), (BLUE, RED), ("-", "--"), strict=True):
-        drawn.plot(ratio.tolist(), slope.tolist(), style, color=colour, lw=1.8, label=f"A = {advantage:g}")
-    drawn.axhline(0, color="black", lw=0.6)
-    drawn.axvline(1, color=GREY, lw=0.8, ls=":")
+        ax.plot(ratio.tolist(), slope.tolist(), style, color=colour, lw=1.8, label=f"A = {advantage:g}")
+    ax.axhline(0, color="black", lw=0.6)
+    ax.axvline(1, color=GREY, lw=0.8, ls=":")
     moved = "ratio of the token" if tokens == 1 else "ratio of one token" if alone else f"ratio of all {tokens} tokens"
-    drawn.set(xlabel=f"{moved}, e^(logp - old_logp)", ylabel="d objective / d logp")
-    drawn.set_title(gate.name, loc="left", fontsize=10)
-    drawn.legend(frameon=False)
-    drawn.spines[["top", "right"]].set_visible(False)
-    return drawn  # type: ignore[no-any-return]
+    ax.set(xlabel=f"{moved}, e^(logp - old_logp)", ylabel="d objective / d logp")
+    ax.set_title(gate.name, loc="left", fontsize=10)
+    ax.legend(frameon=False)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax  # type: ignore[no-any-return]
 
 
 def _slopes(
@@ -84,7 +84,7 @@ def _slopes(
     old = torch.full((rows, tokens), old_logp, dtype=torch.float64)
     moved = torch.zeros_like(old)
     moved[:, : 1 if alone else tokens] = ratio.log()[:, None]
-    found = policy_loss_and_grad(
+    out = policy_loss_and_grad(
         (old + moved).flatten(),
         old.flatten(),
         torch.full((rows,), advantage, dtype=torch.float64),
@@ -93,5 +93,5 @@ def _slopes(
         weights=torch.full((rows,), 1.0 if alone else 1.0 / tokens, dtype=torch.float64),
         backend="reference",
     )
-    grad = -found.grad.reshape(rows, tokens)
+    grad = -out.grad.reshape(rows, tokens)
     return grad[:, 0] if alone else grad.sum(1)

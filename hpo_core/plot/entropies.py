@@ -62,35 +62,35 @@ def entropy_window(
     chosen = window.apply(entropy, batch, state)
     inside = cover(chosen.reshape(-1), batch, Window(window.first, window.last))
     begin, end = (int(offset) for offset in batch.cu_seqlens[row : row + 2])
-    found = (entropy, window.score(entropy, batch), chosen, inside)
-    values, score, selected, shaded = (each.reshape(-1)[begin:end].cpu() for each in found)
+    drawn_tensors = (entropy, window.score(entropy, batch), chosen, inside)
+    values, score, selected, shaded = (each.reshape(-1)[begin:end].cpu() for each in drawn_tensors)
     valid = torch.ones_like(selected) if batch.mask is None else batch.mask.reshape(-1)[begin:end].cpu()
     count = end - begin
     check(labels is None or len(labels) == count, "labels: expected one for each of {} tokens, got {}", count, labels)
-    drawn = axes_of("entropy_window", axes, (min(14.0, 4.5 + 0.16 * count), 3.4))
+    ax = axes_of("entropy_window", axes, (min(14.0, 4.5 + 0.16 * count), 3.4))
     several = window.first != window.last
     if several:
         label: str | None = "in a selected window"
         for at in shaded.nonzero().flatten().tolist():
-            drawn.axvspan(at - 0.5, at + 0.5, color=ORANGE, alpha=0.25, lw=0, label=label)
+            ax.axvspan(at - 0.5, at + 0.5, color=ORANGE, alpha=0.25, lw=0, label=label)
             label = None
     for is_selected, colour in ((True, BLUE), (False, GREY)):
         at = (valid & ((selected if not several else torch.zeros_like(selected)) == is_selected)).nonzero().flatten()
         if len(at):
             label = "entropy" if several else f"entropy, {'selected' if is_selected else 'not selected'}"
-            drawn.bar(at.tolist(), values[at].tolist(), 0.8, color=colour, label=label)
+            ax.bar(at.tolist(), values[at].tolist(), 0.8, color=colour, label=label)
     if several:
         for is_selected, face in ((True, GREEN), (False, "white")):
             at = (torch.isfinite(score) & (selected == is_selected)).nonzero().flatten()
             label = f"window mean, {'selected' if is_selected else 'not selected'}"
-            drawn.plot(at.tolist(), score[at].tolist(), "o", color=GREEN, markerfacecolor=face, label=label)
-    drawn.axhline(float(state.threshold), color=RED, lw=1.5, ls="--", label=f"threshold {float(state.threshold):.3g}")
-    drawn.set(xlabel=f"token of row {row}", ylabel="entropy (nats)")
-    drawn.set_title(window.name, loc="left", fontsize=10)
-    drawn.xaxis.get_major_locator().set_params(integer=True)
+            ax.plot(at.tolist(), score[at].tolist(), "o", color=GREEN, markerfacecolor=face, label=label)
+    ax.axhline(float(state.threshold), color=RED, lw=1.5, ls="--", label=f"threshold {float(state.threshold):.3g}")
+    ax.set(xlabel=f"token of row {row}", ylabel="entropy (nats)")
+    ax.set_title(window.name, loc="left", fontsize=10)
+    ax.xaxis.get_major_locator().set_params(integer=True)
     if labels is not None:
-        drawn.set_xticks(range(count), labels)
-    drawn.set_xlim(-0.7, count - 0.3)
-    drawn.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
-    drawn.spines[["top", "right"]].set_visible(False)
-    return drawn  # type: ignore[no-any-return]
+        ax.set_xticks(range(count), labels)
+    ax.set_xlim(-0.7, count - 0.3)
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax  # type: ignore[no-any-return]

@@ -52,7 +52,7 @@ def _tokens_of_scopes(values: torch.Tensor, scopes: Scopes, mask: torch.Tensor |
     lists = []
     for first, last in itertools.pairwise(begin):
         ranges = [(offsets[segment], offsets[segment + 1]) for segment in order[first:last]]
-        found = [t for low, high in ranges if 0 <= low <= high <= tokens for t in range(low, high)]
-        of_scope = torch.tensor(found, dtype=torch.int64, device=values.device)
+        positions = [t for low, high in ranges if 0 <= low <= high <= tokens for t in range(low, high)]
+        of_scope = torch.tensor(positions, dtype=torch.int64, device=values.device)
         lists.append(of_scope if mask is None else of_scope[mask[of_scope]])
     return lists

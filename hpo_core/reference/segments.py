@@ -11,22 +11,22 @@ from ..specs import Denominator, PolicyLossInputs
 
 def flat(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """The inputs with padded tensors ``[B, L]`` as ``[T]``: formulas count tokens in one dimension."""
-    padded: dict[str, Any] = {
+    flattened: dict[str, Any] = {
         name: field.reshape(-1)
         for name, field in inputs._asdict().items()
         if isinstance(field, torch.Tensor) and field.dim() > 1 and name != "ancestors"
     }
-    return inputs._replace(**padded)
+    return inputs._replace(**flattened)
 
 
 def doubles(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """The inputs with numbers as float64: in float32 the mean of a long row would lose digits."""
-    given: dict[str, Any] = {
+    converted: dict[str, Any] = {
         name: field.double()
         for name, field in inputs._asdict().items()
         if isinstance(field, torch.Tensor) and field.is_floating_point()
     }
-    return inputs._replace(**given)
+    return inputs._replace(**converted)
 
 
 def row_of_token(cu_seqlens: torch.Tensor, total_tokens: int) -> torch.Tensor:

@@ -15,8 +15,8 @@ IMPLIED_SATURATION = 2.0**36  # of the ratio in the implied policy, which divide
 SCORE_SATURATION = 2e37  # of the loss of a token that is multiplied by its log-probability: eight of them fit a float
 SUM_SATURATION = 2.0**31  # of z, for the head that has no ratio: the limit of sums in fixed point
 DEVIATION_SATURATION = 2048.0  # of a ratio's deviation from 1, where deviations are added up
-# The bound of u in a gamma gate, whose slope is kept. The gate is far below -SATURATION there: this tells only between
-# the channels of a split, where sums of any size would be infinity minus infinity, and a float has to hold each.
+# The bound of u in a gamma gate, whose slope is kept. The gate is far below -SATURATION there, so the bound
+# matters only between the channels of a split: sums of any size would be infinity minus infinity there.
 GAMMA_SATURATION = 80.0
 EXPONENT_SATURATION = 7.5  # of x, where its exponentials are added up: e^7.5 < 2048
 STATISTIC_SATURATION = 40.0  # ratio statistics, not the loss

@@ -287,8 +287,8 @@ class PolicyLossInputs(NamedTuple):
     target_per_token: bool = False
     penalty_mask: torch.Tensor | None = None  # [T] bool: tokens that pay the term's penalty; None: all valid ones
     kl_weight: torch.Tensor | None = None  # [T] factor on the penalty of kl, with ref_logp; not finite: 0
-    # The pair that the corrections of a spec compare, and the correction op: without them logp with old_logp, with them
-    # tokens have a say whose log-ratios to old_logp and ref_logp are numbers.
+    # The pair that the corrections of a spec, and the correction op, compare. Without a pair the op compares logp with
+    # old_logp; with one, only tokens count whose log-ratios to old_logp and ref_logp are numbers.
     correction_first: torch.Tensor | None = None  # [T]; None: logp
     correction_second: torch.Tensor | None = None  # [T]
 

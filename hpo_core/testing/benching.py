@@ -18,7 +18,7 @@ from ..losses import policy_loss
 from ..specs import Unit
 from .examples import PolicyLossExample
 from .expected import Outcome, keywords_of, outcome_of
-from .subjects import of_rectangles
+from .subjects import on_packed_batches
 from .timing import extra_bytes, interleave
 
 _TOLERANCE = 1e-4  # of the largest element; a function with another result is not timed
@@ -121,7 +121,7 @@ def bench(
         return policy_loss(logp, old_logp, advantages, batch, **given, backend=backend).loss
 
     name = getattr(fn, "__name__", type(fn).__name__)
-    kernel = of_rectangles(fn) if padded else fn
+    kernel = on_packed_batches(fn) if padded else fn
     contestants: dict[str, Callable[[], Outcome]] = {}
     for label, function, more in (("hpo_core", ours, {}), (name, kernel, options)):
         given = keywords_of(function, example) | more
@@ -147,9 +147,9 @@ def bench(
             high=1e3 * timing.high,
             bytes_per_token=extra_bytes(run) / example.batch.total_tokens,
         )
-    place = torch.cuda.get_device_name(device) if "cuda" in device else f"{torch.get_num_threads()} threads of a CPU"
+    hardware = torch.cuda.get_device_name(device) if "cuda" in device else f"{torch.get_num_threads()} threads of a CPU"
     batch = example.batch
-    title = f"{example.gate.name}, {batch.total_tokens:,} tokens in {batch.rows:,} rows, {place}"
+    title = f"{example.gate.name}, {batch.total_tokens:,} tokens in {batch.rows:,} rows, {hardware}"
     measurements = Measurements(title, tuple(lines.values()))
     if picture is not None:
         measurements.picture(picture)

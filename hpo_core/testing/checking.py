@@ -131,7 +131,8 @@ def check(
               :func:`hpo_core.policy_loss`; returns the loss, an object with ``.loss``, or one with ``.loss`` and
               ``.grad``. A kernel without ``weights`` divides by the number of valid tokens.
             * ``"kl"``: ``fn(logp, ref_logp)`` -> the penalty of each token ``[T]``.
-            * ``"advantages"``, or the name of an estimator: ``fn(rewards, group_ids, *, mask, apply_mask)``; for steps
+            * ``"advantages"``, or the name of an estimator:
+              ``fn(rewards, group_ids, *, mask=None, apply_mask=None)``; for steps
               ``fn(step_rewards, group_ids, *, trajectory_ids, anchor_ids)``.
             * ``"window_mean"``: ``fn(values, batch, first, last, *, boundary, invalid)``.
             * ``"window_mask"``: ``fn(entropy, batch)`` -> bool ``[T]``, the tokens that ``window`` selects.

@@ -22,7 +22,7 @@ from ..specs import Unit
 from .budget import budget
 from .examples import PolicyLossExample, device_of, move
 from .expected import Outcome, accepted, accepts, expect_policy_loss, run_policy_loss
-from .subjects import check_padded, of_rectangles
+from .subjects import check_padded, on_packed_batches
 
 Kernel = str | Callable[..., Any]
 
@@ -98,7 +98,7 @@ def explain(
     names[1] += " (b)" * (names[0] == names[1])
     if padded:
         _check_rectangle(example)
-        a, b = (kernel if isinstance(kernel, str) else of_rectangles(kernel) for kernel in (a, b))
+        a, b = (kernel if isinstance(kernel, str) else on_packed_batches(kernel) for kernel in (a, b))
     first, second = (_tokens(kernel, example) for kernel in (a, b))
     expected = expect_policy_loss(example)
     differs = torch.zeros_like(example.valid())

@@ -171,10 +171,10 @@ def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Ten
 
 
 def _first_order(run: Run, example: PolicyLossExample, why: str) -> float | None:
-    found = _on_policy(example)
-    if found is None:
+    on_policy = _on_policy(example)
+    if on_policy is None:
         return None
-    example, expected = found
+    example, expected = on_policy
     grad = _grad(run(example))
     if "weights" in example.keywords:
         same("the gradient", grad, expected, f"(-w A) {why}")

@@ -94,7 +94,7 @@ def _policy_loss(
     gate = gates.ppo_clip() if gate is None else gate
     if padded:
         check_padded(gate)
-    kernel = of_rectangles(fn) if padded else fn
+    kernel = on_packed_batches(fn) if padded else fn
     call = functools.partial(run_with_incoming, kernel, gradient=gradient, **options)
     notes: list[str] = []
     if gate.reads_rollout and not accepts(fn, "rollout_logp"):
@@ -109,10 +109,10 @@ def _policy_loss(
         others = [name for name in FEATURES if name not in taken]
         notes += [f"{', '.join(others)}, which the kernel does not take"] if others else []
         features = [name for name in taken if of_batch.get(name, True)]
-        found = _error_on_policy(call, gate, features)
-        if found is not None:
+        error = _error_on_policy(call, gate, features)
+        if error is not None:
             features.remove("on_policy")
-            notes.append(f"old_logp=None, on which the kernel raised {type(found).__name__}")
+            notes.append(f"old_logp=None, on which the kernel raised {type(error).__name__}")
     always = ("weights",) if "weights" in features else ()
     drawn = functools.partial(policy_losses, gate, features, always=always, penalty=penalty, padded=padded)
     return Subject(call, drawn, tuple(notes))
@@ -154,7 +154,7 @@ def _rectangle_of_mask(batch: PackedBatch) -> torch.Tensor:
 _OF_TOKENS = ("mask", "weight", "kl_weight", "advantage_factor", "advantage_addend", "score")
 
 
-def of_rectangles(fn: Callable[..., Any]) -> Callable[..., Any]:
+def on_packed_batches(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A padded kernel as a function of a packed batch."""
 
     @functools.wraps(fn)

@@ -48,11 +48,11 @@ CORRECT = tl.constexpr(SUM.value + 1)
 MEAN = tl.constexpr(int(Reduction.MEAN))
 MIN = tl.constexpr(int(Reduction.MIN))
 
-# The extremum of a segment is the largest key there, above that of a segment without any token, which is 0.
+# The extremum of a segment is the largest key of its tokens. Keys are above 0, the key of a segment without tokens.
 EXTREMUM = EXPONENT
 KEYS = tl.constexpr(2**32)
 
-# A K3 may be e^20, of which sums in fixed point would hold few: whole multiples of this are counted apart.
+# A K3 may be e^20, and sums in fixed point hold few such numbers: whole multiples of COARSE are counted apart.
 COARSE = tl.constexpr(2048.0)
 MULTIPLES = tl.constexpr(FIXED.value + 1)
 
@@ -75,30 +75,30 @@ def _from_key(key, REDUCTION: tl.constexpr):
 
 
 @triton.jit
-def _of_segment(segments, segment, held, RULE: tl.constexpr):
+def _statistic_of_segment(segments, segment, exists, RULE: tl.constexpr):
     at = segments + segment * FIELDS
     if RULE.extremum:
-        return _from_key(tl.load(at + EXTREMUM, mask=held, other=0), RULE.reduction)
-    sum = tl.load(at + FIXED, mask=held, other=0).to(tl.float64) / FIXED_POINT
+        return _from_key(tl.load(at + EXTREMUM, mask=exists, other=0), RULE.reduction)
+    sum = tl.load(at + FIXED, mask=exists, other=0).to(tl.float64) / FIXED_POINT
     if RULE.statistic == K3:
-        sum += tl.load(at + MULTIPLES, mask=held, other=0).to(tl.float64) * COARSE
+        sum += tl.load(at + MULTIPLES, mask=exists, other=0).to(tl.float64) * COARSE
     if RULE.reduction == MEAN:
-        sum = sum / tl.maximum(tl.load(at + VALID, mask=held, other=0), 1).to(tl.float64)
+        sum = sum / tl.maximum(tl.load(at + VALID, mask=exists, other=0), 1).to(tl.float64)
     return sum.to(tl.float32)
 
 
 @triton.jit
-def _counted(given, loss, token, tokens):
-    """``loss``: logp, old_logp and ref_logp, or None; a token has a say only if their differences are not NaN."""
+def _counted(valid, loss, token, tokens):
+    """The valid tokens whose log-ratios are no NaN. ``loss``: logp, old_logp and ref_logp, or None."""
     logp, old_logp, ref_logp = loss
     if logp is not None:
         own = tl.load(logp + token, mask=token < tokens, other=0.0)
         x = own - tl.load(old_logp + token, mask=token < tokens, other=0.0)
-        given &= x == x
+        valid &= x == x
         if ref_logp is not None:
             s = own - tl.load(ref_logp + token, mask=token < tokens, other=0.0)
-            given &= s == s
-    return given
+            valid &= s == s
+    return valid
 
 
 @triton.jit
@@ -107,10 +107,10 @@ def _reduce_block(
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     token = block * SLOTS * SLOT + tl.arange(0, SLOTS * SLOT)
-    untouched = tl.full([SLOTS * SLOT], 1.0, tl.float32)
+    neutral = tl.full([SLOTS * SLOT], 1.0, tl.float32)
     if token_weight is not None:
-        untouched = tl.load(token_weight + token, mask=token < tokens)
-    tl.store(factor + token, untouched, mask=token < tokens)
+        neutral = tl.load(token_weight + token, mask=token < tokens)
+    tl.store(factor + token, neutral, mask=token < tokens)
     slots = find_leaves(tables, block, leaves, tokens, 4)
     if DEPTH > 0:
         loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
@@ -143,20 +143,20 @@ def _correct_block(
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-    slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, 4)
+    slots, leaf, of_row, exists = slots_of_leaves(tables, slot, leaves, tokens, 4)
     loaded = load_tokens(inputs, slots.token, tokens, tl.max(slots.token) < tokens, READING)
-    negative = advantage_of(inputs, loaded, of_row, held & (of_row < rows), READING) < 0.0
-    own = statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
-    v = own
+    negative = advantage_of(inputs, loaded, of_row, exists & (of_row < rows), READING) < 0.0
+    statistic = statistic_of(loaded.logp, loaded.old_logp, RULE.statistic)
+    v = statistic
     if DEPTH > 0:
-        v = _of_segment(tables.segments, segment_of(tables.ancestors, 0, leaf, leaves, held), held, RULE)
+        v = _statistic_of_segment(tables.segments, segment_of(tables.ancestors, 0, leaf, leaves, exists), exists, RULE)
     value = factor_of(v, by_sign(negative, bounds.low), by_sign(negative, bounds.high), RULE.action, RULE.strict)
-    value = tl.where(own == own, value, own)
+    value = tl.where(statistic == statistic, value, statistic)
     if inputs.token_weight is not None:
         value = value * loaded.token_weight
-    given = slots.inside if inputs.mask is None else slots.inside & loaded.mask
-    given = _counted(given, loss, slots.token, tokens)
-    tl.store(factor + slots.token, value, mask=given)
+    valid = slots.inside if inputs.mask is None else slots.inside & loaded.mask
+    valid = _counted(valid, loss, slots.token, tokens)
+    tl.store(factor + slots.token, value, mask=valid)
 
 
 @kernel
@@ -231,9 +231,10 @@ def correction(inputs: PolicyLossInputs, spec: CorrectionSpec, reduce: SegmentRe
     tokens, rows, factor = inputs.logp.numel(), inputs.cu_seqlens.numel() - 1, torch.empty_like(inputs.logp)
     rule = Rule(int(spec.statistic), int(spec.reduction), spec.is_extremum, int(spec.action), spec.strict)
     blocks, registers = slots // SLOTS.value, 128 if spec.statistic is Statistic.BINARY_KL else 80
-    reduced = {CHECK.value: triton.cdiv(count, LEAVES.value), REPAIR.value: 1, SUM.value: blocks}
-    correct = {CORRECT.value: blocks}
-    for stage in [reduced | correct] if reduce is None else [reduced, correct]:
+    reduction_steps = {CHECK.value: triton.cdiv(count, LEAVES.value), REPAIR.value: 1, SUM.value: blocks}
+    correction_steps = {CORRECT.value: blocks}
+    stages = [reduction_steps | correction_steps] if reduce is None else [reduction_steps, correction_steps]
+    for stage in stages:
         launch_steps(
             _correct_tokens, stage, registers, inputs.logp, inputs.old_logp, inputs.advantages, *loss,
             inputs.cu_seqlens, inputs.mask, inputs.token_weight, inputs.leaf_begin, inputs.leaf_end, inputs.leaf_row,

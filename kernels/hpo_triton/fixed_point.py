@@ -13,7 +13,7 @@ SHIFTER = tl.constexpr(6755399441055744.0)  # adding 1.5 * 2^52 rounds a double 
 SHIFTER_BITS = tl.constexpr(0x4338000000000000)
 
 EXPONENT_BIAS = tl.constexpr(1023)  # of a double
-# The sum of 2^25 terms, of all processes, is below 2^62. Not the number of this process' own: they add to each other's.
+# The sum of 2^25 terms is below 2^62. These are the terms of all processes, because processes add up their sums.
 DIGITS = tl.constexpr(37)
 
 

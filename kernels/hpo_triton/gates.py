@@ -37,7 +37,6 @@ from .rows import TILE, load, places_of_tile, store
 from .scale import scale  # noqa: F401 (an op of its own)
 from .sums import (
     COLUMNS,
-    LANES,
     LARGEST,
     add_tokens,
     bad_rows,
@@ -163,7 +162,7 @@ def _sweep(
     ALIGNED: tl.constexpr = READING.aligned
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
-    counts, total = no_sums(LANES)
+    counts, total = no_sums()
     for tile in range(program, tl.cdiv(tokens, TILE), programs):
         start = tile * TILE
         whole = start + TILE <= tokens

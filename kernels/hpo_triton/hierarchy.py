@@ -43,7 +43,7 @@ def _flow(value, slope, inside):
     return tl.sum(value * (slope - inside).to(tl.float64), axis=1, keep_dims=True)
 
 
-# Left alone, the assembler keeps a log mean exp within 128 registers, and spills for it on sm_120.
+# Without a bound the assembler keeps a log mean exp within 128 registers, and spills on sm_120.
 UNBOUND_REGISTERS = 168
 
 
@@ -109,7 +109,7 @@ def _sweep_leaves(
     ALIGNED: tl.constexpr = READING.aligned
     CHANNELS: tl.constexpr = SHAPE.channels  # before Triton 3.9 no field is the limit of a static_range
     program = tl.program_id(0).to(tl.int64)
-    counts, total = no_sums(LANES)
+    counts, total = no_sums()
     for block in range(program, blocks, tl.num_programs(0).to(tl.int64)):
         slot = block * SLOTS + tl.arange(0, SLOTS)
         slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, ALIGN)

@@ -119,9 +119,9 @@ def _counter_of(device: torch.device, stream: int) -> torch.Tensor:
     """Another thread allocates it: while ``torch.compile`` warms up CUDA graphs, it puts the allocations of this thread
     into a pool in which no memory may stay."""
     with ThreadPoolExecutor(1) as thread:
-        made = thread.submit(torch.zeros, 1, dtype=torch.int32, device=device).result()
+        zero = thread.submit(torch.zeros, 1, dtype=torch.int32, device=device).result()
     torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
-    return made
+    return zero
 
 
 @functools.cache

@@ -30,9 +30,9 @@ FIELDS = tl.constexpr(8)
 VALID, FIXED, FLOW, EXPONENT = (tl.constexpr(field) for field in (0, 1, 3, 5))
 
 
-# The numbers that programs tell each other, int64, 0 at first: at the place of a step the programs that have come to
-# the barrier before it, at 0 to that of the flows (flows.py), at REPAIRED to that behind a repair; the number of blocks
-# from the first one on that has a leaf in disorder; the number of leaves that are not good.
+# Counters that programs share, int64, 0 at first. Place STEP counts the programs that have reached the barrier before
+# that step, place 0 those at the barrier of the flows (flows.py), place REPAIRED those at the barrier after a repair.
+# Two more count the blocks from the first block with a leaf in disorder on, and the leaves that are not good.
 STATE = tl.constexpr(16)
 REPAIRED, DISORDER, BROKEN = (tl.constexpr(place) for place in (13, 14, 15))
 

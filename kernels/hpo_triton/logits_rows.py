@@ -285,7 +285,7 @@ def gradient_of(exponent, top, others, distance, logit, a, b):
     p = 1.0 / (1.0 + others)
     delta = logit.to(tl.float64) - top.to(tl.float64)
     own = _exp_of(exponent, logit - top).to(tl.float64) * p
-    # 1 - p of the target. Where the target is the greatest it is the others' share: a subtraction would lose digits.
+    # 1 - p of the target. Where the target is the greatest logit, the share of the others: 1 - p would lose digits.
     rest = tl.where(delta == 0.0, others * p, 1.0 - own)
     along = tl.where(own == 0.0, 0.0, own * (delta * exponent.inverse + distance))
     slope = (-b * exponent.inverse * exponent.inverse * p).to(tl.float32)

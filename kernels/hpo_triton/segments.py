@@ -94,7 +94,7 @@ def row_counts(mask: torch.Tensor | None, cu_seqlens: torch.Tensor, total_tokens
     """Valid tokens of each row ``[S]`` int64."""
     rows = cu_seqlens.numel() - 1
     counts = cu_seqlens.new_empty(rows)
-    _count(cu_seqlens, mask, counts, None, None, 0.0, total_tokens, rows, DENOMINATOR=0)
+    _launch_counts(cu_seqlens, mask, counts, None, None, 0.0, total_tokens, rows, DENOMINATOR=0)
     return counts
 
 
@@ -104,14 +104,17 @@ def row_weights(
     """``factor`` divided by the Denominator ``[S]`` float32: the program that is done last has all counts."""
     rows = cu_seqlens.numel() - 1
     counts, weights = cu_seqlens.new_empty(rows), cu_seqlens.new_empty(rows, dtype=torch.float32)
-    of_weights = (weights, counter(cu_seqlens.device), factor)
-    _count(cu_seqlens, mask, counts, *of_weights, total_tokens, rows, DENOMINATOR=int(denominator))
+    _launch_counts(
+        cu_seqlens, mask, counts, weights, counter(cu_seqlens.device), factor, total_tokens, rows,
+        DENOMINATOR=int(denominator),
+    )  # fmt: skip
     return weights
 
 
-def _count(*arguments: Any, **structure: Any) -> None:
-    programs = programs_for(arguments[-1], COUNTED_ROWS.value)
-    launch(_count_rows, programs, *arguments, **structure, maxnreg=REGISTERS)
+def _launch_counts(*arguments: Any, DENOMINATOR: int) -> None:
+    *_, rows = arguments
+    programs = programs_for(rows, COUNTED_ROWS.value)
+    launch(_count_rows, programs, *arguments, DENOMINATOR=DENOMINATOR, maxnreg=REGISTERS)
 
 
 # ---------------------------------------------------------------------------------------------------------- row_spans
@@ -162,7 +165,7 @@ def row_spans(mask: torch.Tensor, cu_seqlens: torch.Tensor, total_tokens: int) -
 
 
 @triton.jit
-def _put_statistics(statistics, group, unit, units, exists):
+def _store_statistics(statistics, group, unit, units, exists):
     has_members = group.members > 0.0
     numbers = (
         group.members, group.weight, group.pivot + center_of(group), squares_of(group), group.least, group.greatest,
@@ -188,7 +191,7 @@ def _statistics_of_few(
     id = tl.load(ids + unit, mask=unit < units, other=-1)
     given = Given(values, ids, weights, mask)
     group = sum_group(given, None, begin, begin + tl.cast(units, tl.int32), id, OTHERS, True)
-    _put_statistics(statistics, group, unit, units, unit < units)
+    _store_statistics(statistics, group, unit, units, unit < units)
 
 
 @kernel
@@ -198,13 +201,13 @@ def _statistics_of_runs(statistics, values, ids, weights, mask, sorted_ids, orde
     for start in range(0, tl.max(length), AT_ONCE):
         position = begin + start + tl.arange(0, AT_ONCE)[None, :]
         here = position < begin + length
-        _put_statistics(statistics, group, tl.load(order + position, mask=here, other=0), units, here)
+        _store_statistics(statistics, group, tl.load(order + position, mask=here, other=0), units, here)
 
 
 @kernel
 def _statistics_of_all_members(statistics, totals, units: tl.int64):
     unit = tl.program_id(0).to(tl.int64) * TILE_UNITS + tl.arange(0, TILE_UNITS)[None, :]
-    _put_statistics(statistics, load_all_members(totals), unit, units, unit < units)
+    _store_statistics(statistics, load_all_members(totals), unit, units, unit < units)
 
 
 def group_statistics(

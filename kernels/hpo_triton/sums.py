@@ -1,5 +1,5 @@
-"""The work that all gates share: the policy term, the reference penalty, and the sums of a
-sweep with the metrics that become of them."""
+"""The work that all gates share: the policy term, the reference penalty, and the sums of a sweep, from which the loss
+and its metrics are made."""
 
 from __future__ import annotations
 
@@ -146,23 +146,23 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def _of_lanes(x):
-    """A block of tokens by lanes: the few of one thread, which need no word to the other threads."""
+def _by_lane(x):
+    """A block of tokens by lane. The tokens of a lane are those of one thread, so its sum needs no other thread."""
     return tl.reshape(x, [LANES, x.numel // LANES])
 
 
 @triton.jit
-def _lanes(x):
-    return tl.sum(_of_lanes(x), axis=1).to(tl.float64)
+def _sum_by_lane(x):
+    return tl.sum(_by_lane(x), axis=1).to(tl.float64)
 
 
 @triton.jit
-def _count(condition):
-    return tl.sum(_of_lanes(condition.to(tl.int32)), axis=1)
+def _count_by_lane(condition):
+    return tl.sum(_by_lane(condition.to(tl.int32)), axis=1)
 
 
 @triton.jit
-def no_sums(LANES: tl.constexpr):
+def no_sums():
     zero, none = tl.zeros([LANES], tl.float64), tl.zeros([LANES], tl.int32)
     infinity = tl.full([LANES], float("inf"), tl.float32)
     counts = Counts(none, none, none, none, none, none, none, none, none, infinity, -infinity)
@@ -171,21 +171,21 @@ def no_sums(LANES: tl.constexpr):
 
 @triton.jit
 def count_tokens(counts, t, below, above):
-    """``below`` and ``above``: the token is beyond a bound of its gate. To be called as soon as that is known: until
-    they are counted, masks hold on to registers of every token."""
+    """``below`` and ``above``: whether the token is beyond a bound of its gate. Call this as soon as they are known:
+    until they are counted, the masks occupy registers of every token."""
     positive = t.negative == False  # noqa: E712 (`not` is for scalars)
     return Counts(
-        valid=counts.valid + _count(t.valid),
-        selected=counts.selected + _count(t.selected),
-        high_positive=counts.high_positive + _count(t.selected & above & positive),
-        low_positive=counts.low_positive + _count(t.selected & below & positive),
-        low_negative=counts.low_negative + _count(t.selected & below & t.negative),
-        high_negative=counts.high_negative + _count(t.selected & above & t.negative),
-        nan=counts.nan + _count(t.nan),
-        infinite=counts.infinite + _count(t.infinite),
-        bad=counts.bad + _count(t.bad),
-        smallest=tl.minimum(counts.smallest, tl.min(_of_lanes(tl.where(t.valid, t.x, float("inf"))), axis=1)),
-        largest=tl.maximum(counts.largest, tl.max(_of_lanes(tl.where(t.valid, t.x, float("-inf"))), axis=1)),
+        valid=counts.valid + _count_by_lane(t.valid),
+        selected=counts.selected + _count_by_lane(t.selected),
+        high_positive=counts.high_positive + _count_by_lane(t.selected & above & positive),
+        low_positive=counts.low_positive + _count_by_lane(t.selected & below & positive),
+        low_negative=counts.low_negative + _count_by_lane(t.selected & below & t.negative),
+        high_negative=counts.high_negative + _count_by_lane(t.selected & above & t.negative),
+        nan=counts.nan + _count_by_lane(t.nan),
+        infinite=counts.infinite + _count_by_lane(t.infinite),
+        bad=counts.bad + _count_by_lane(t.bad),
+        smallest=tl.minimum(counts.smallest, tl.min(_by_lane(tl.where(t.valid, t.x, float("inf"))), axis=1)),
+        largest=tl.maximum(counts.largest, tl.max(_by_lane(tl.where(t.valid, t.x, float("-inf"))), axis=1)),
     )
 
 
@@ -195,21 +195,21 @@ def add_tokens(sums, t, loss, penalty, entropy, REFERENCE: tl.constexpr):
     deviation = exp(clamp(t.x, -STATISTIC_SATURATION, STATISTIC_SATURATION)) - 1.0
     s, s_square, s_k3 = sums.s, sums.s_square, sums.s_k3
     if REFERENCE:
-        s += _lanes(t.s)
-        s_square += _lanes(t.s * t.s)
-        s_k3 += _lanes(k3(t.s))
+        s += _sum_by_lane(t.s)
+        s_square += _sum_by_lane(t.s * t.s)
+        s_k3 += _sum_by_lane(k3(t.s))
     entropies, entropy_tokens = sums.entropy, sums.entropy_tokens
     if entropy is not None:
         counted = t.valid & is_finite(entropy)
-        entropies += _lanes(tl.where(counted, entropy, 0.0))
-        entropy_tokens += _count(counted)
+        entropies += _sum_by_lane(tl.where(counted, entropy, 0.0))
+        entropy_tokens += _count_by_lane(counted)
     return Sums(
-        loss=sums.loss + _lanes(loss + penalty),
-        penalty=sums.penalty + _lanes(penalty),
-        x=sums.x + _lanes(t.x),
-        x_square=sums.x_square + _lanes(t.x * t.x),
-        deviation=sums.deviation + _lanes(deviation),
-        deviation_square=sums.deviation_square + _lanes(deviation * deviation),
+        loss=sums.loss + _sum_by_lane(loss + penalty),
+        penalty=sums.penalty + _sum_by_lane(penalty),
+        x=sums.x + _sum_by_lane(t.x),
+        x_square=sums.x_square + _sum_by_lane(t.x * t.x),
+        deviation=sums.deviation + _sum_by_lane(deviation),
+        deviation_square=sums.deviation_square + _sum_by_lane(deviation * deviation),
         s=s,
         s_square=s_square,
         s_k3=s_k3,
@@ -268,13 +268,13 @@ def store_sums(to, counts, sums, bad_offsets):
 def total(sums, seen, loss, metrics, programs, rows):
     """The sums of all programs, added in their order."""
     column = tl.arange(0, COLUMNS)[None, :]
-    total = tl.zeros([PROGRAMS, COLUMNS], tl.float64)
+    totals = tl.zeros([PROGRAMS, COLUMNS], tl.float64)
     smallest = tl.full([PROGRAMS, 1], float("inf"), tl.float64)
     largest = tl.full([PROGRAMS, 1], float("-inf"), tl.float64)
     for first in range(0, programs, PROGRAMS):
         program = first + tl.arange(0, PROGRAMS)[:, None]
         exists = program < programs
-        total += tl.load(sums + program * COLUMNS + column, mask=exists & (column < METRICS), other=0.0)
+        totals += tl.load(sums + program * COLUMNS + column, mask=exists & (column < METRICS), other=0.0)
         smallest = tl.minimum(smallest, tl.load(sums + program * COLUMNS + 24, mask=exists, other=float("inf")))
         largest = tl.maximum(largest, tl.load(sums + program * COLUMNS + 25, mask=exists, other=float("-inf")))
     seen_rows = tl.zeros([ROWS_AT_ONCE], tl.int32)
@@ -283,7 +283,7 @@ def total(sums, seen, loss, metrics, programs, rows):
         seen_rows += tl.load(seen + row, mask=row < rows, other=0).to(tl.int32)
 
     metric = tl.arange(0, COLUMNS)
-    value = tl.sum(total, axis=0)
+    value = tl.sum(totals, axis=0)
     value = tl.where(metric == LOSS, clamp(value, -LARGEST, LARGEST), value)
     value = tl.where(metric == ROWS, tl.sum(seen_rows).to(tl.float64), value)
     value = tl.where(metric == LOG_RATIO_MIN, tl.min(smallest), value)

@@ -99,8 +99,8 @@ struct RuleNumbers {
   template <class F, class RatioOf>
   HPO_INLINE F factor(typename Number<F>::Int negative, F first, F second, const RatioOf& ratio_of) const {
     const F v = statistic_of(statistic, first, second, ratio_of);
-    const F found = factor_of(action, strict, by_sign<F>(negative, low), by_sign<F>(negative, high), v);
-    return v != v ? v : found;
+    const F factor = factor_of(action, strict, by_sign<F>(negative, low), by_sign<F>(negative, high), v);
+    return v != v ? v : factor;
   }
 };
 

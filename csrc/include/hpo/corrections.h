@@ -39,10 +39,10 @@ constexpr int kWords = 3;
 
 HPO_INLINE bool is_extremum(Reduction reduction) { return reduction == Reduction::min || reduction == Reduction::max; }
 
-HPO_INLINE int64_t word_of(const Reduced& found, int word, Reduction reduction) {
-  if (word == 0) return found.valid;
-  if (!is_extremum(reduction)) return word == 1 ? found.fixed : found.coarse;
-  return word == 2 || found.valid == 0 ? 0 : order_key(reduction == Reduction::min ? -found.smallest : found.largest);
+HPO_INLINE int64_t word_of(const Reduced& reduced, int word, Reduction reduction) {
+  if (word == 0) return reduced.valid;
+  if (!is_extremum(reduction)) return word == 1 ? reduced.fixed : reduced.coarse;
+  return word == 2 || reduced.valid == 0 ? 0 : order_key(reduction == Reduction::min ? -reduced.smallest : reduced.largest);
 }
 
 HPO_INLINE float from_words(const int64_t* words, Reduction reduction) {

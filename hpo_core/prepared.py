@@ -166,8 +166,9 @@ def prepare(
     if window is not None or threshold is not None or selection is not None:
         score, limit, strict = _compared(window, threshold, selection, score, entropy, batch, backend, token)
         if limit is not None:
+            limit = examined("threshold", limit, "[1] (as window.fit returned it)")
             limit = limit.reshape(1) if limit.dim() == 0 else limit
-            limit = checked_constant("threshold", limit, (1,), "[1] (as window.fit returned it)", dtype, device)
+            limit = as_constant("threshold", limit, (1,), "[1] (as window.fit returned it)", dtype, device)
     target_per_token = per_token = False
     of_rows = (batch.rows,)
     is_usual = is_eager and advantage_level is None and selection is None

@@ -508,3 +508,37 @@ def test_the_best_of_rewards_in_float64_leads():
     equal = torch.full((4,), 0.1, dtype=torch.float64)
     assert A.ngrpo(equal, None, virtual=0, eps=0.0).tolist() == [0.0] * 4
     assert A.ngrpo(equal, None, best=0.1, eps=0.0).tolist() == [0.0] * 4
+
+
+def test_stratified_hands_its_options_to_both_terms():
+    rewards, ids = torch.tensor([1.0, 0, 0, 1, 1, 0]), torch.zeros(6, dtype=torch.int64)
+    strata = torch.tensor([0, 0, 0, 1, 1, 1])
+    for options in ({"ddof": 0}, {"eps": 0.5}):
+        for alpha, groups in ((0.0, ids), (1.0, strata)):
+            found = A.stratified(rewards, ids, strata, alpha=alpha, **options)
+            torch.testing.assert_close(found, A.grpo(rewards, groups, **options))
+
+
+def test_a_unit_outside_the_statistics_is_as_if_absent():
+    """The first group has equal rewards without its third unit."""
+    rewards, ids = torch.tensor([1.0, 1, 0, 1, 0, 0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    mask, lengths = torch.arange(6) != 2, torch.tensor([3.0, 2, 7, 1, 5, 4])
+    for estimator, options in ((A.gpg, {}), (A.dgpo, {"accuracy": rewards}), (A.dgpo, {"lengths": lengths})):
+        found = estimator(rewards, ids, mask=mask, **options)[mask]
+        without = {name: each[mask] for name, each in options.items()}
+        torch.testing.assert_close(found, estimator(rewards[mask], ids[mask], **without))
+
+
+def test_opo_gives_others_no_advantage():
+    rewards, lengths, mask = torch.tensor([1.0, 0, 1]), torch.tensor([1.0, 2, 3]), torch.tensor([True, False, True])
+    found = A.opo(rewards, None, lengths, apply_mask=mask)
+    assert torch.equal(found, torch.where(mask, A.opo(rewards, None, lengths), 0.0)) and found[0] != 0
+
+
+def test_a_leaf_below_no_node_is_not_whitened_with_the_others():
+    root, leaf = torch.zeros(4, dtype=torch.int64), torch.tensor([0, 0, 1, -1])
+    rewards, lengths = torch.tensor([1.0, 0, 1, 1]), torch.tensor([[3.0, 2, 7, 9], [1, 5, 4, 9]])
+    without = lengths * torch.tensor([1.0, 1, 1, 0])
+    found, expected = (A.treepo_segments(rewards, [root, leaf], each) for each in (lengths, without))
+    torch.testing.assert_close(found, expected)
+    assert not found[:, 3].any()

@@ -144,6 +144,7 @@ def test_a_discount_is_a_number_between_0_and_1(discount):
         ("gamma", functools.partial(A.hgpo, ones, ids, ids, ids)),
         ("lam", functools.partial(A.step_gae, ones, ones, ids)),
         ("high_lam", functools.partial(A.hiper, ones, ids, ones > 0, ones, ones)),
+        ("low_lam", functools.partial(A.hiper, ones, ids, ones > 0, ones, ones)),
         ("gamma", functools.partial(A.reinforce_pp, ones, batch)),
         ("lam", functools.partial(A.t_ppo, ones, ones, batch, ones[:1] > 0)),
         ("lam", functools.partial(A.token_gae, ones, ones, batch)),
@@ -161,11 +162,20 @@ def test_eps_is_finite_and_not_negative(eps):
         functools.partial(A.grpo, rewards, None), functools.partial(A.ngrpo, rewards, None),
         functools.partial(A.mc_grpo, rewards, None), functools.partial(A.pass_at_k, rewards > 0, None, 1),
         functools.partial(R.graph_grpo, rewards, ids, ids, ids), functools.partial(A.whiten, rewards),
+        functools.partial(A.grpo_leave_one_out, rewards, None),
     ):  # fmt: skip
         expected = "a number, got nan" if math.isnan(eps) else f"a finite number >= 0, got {eps}"
         with pytest.raises(ValueError, match=f"^eps: expected {expected}"):
             estimator(eps=eps)
     assert A.mc_grpo(torch.tensor([1.0, 1, 0]), None, eps=0.0).tolist() == [0, 0, 0]
+
+
+def test_ddof_reaches_the_advantages_of_every_estimator_that_takes_one():
+    found = [call for call in calls() if call.name.startswith("hpo_core.advantages") and "ddof" in call.names()]
+    for call in found:
+        one, other = (tensors_of(call.run({**call.arguments, "ddof": ddof})) for ddof in (0, 1))
+        assert not all(map(torch.equal, one, other)), call.name
+    assert len(found) > 10
 
 
 def test_eps_reaches_the_advantages_of_every_estimator_that_takes_one():

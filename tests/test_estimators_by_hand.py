@@ -293,3 +293,10 @@ def test_grpo_leave_one_out_knows_others_that_nearly_agree(backend):
     for sign in (1.0, -1.0):
         found = A.grpo_leave_one_out(sign * t(*rewards), None, eps=0.0, **b)
         torch.testing.assert_close(found.cpu(), torch.tensor(expected) * sign, rtol=3e-7, atol=0)
+
+
+def test_bnpo_of_means_that_differ_a_little(backend):
+    """Their variance is 2e-10, above the 1e-12 of one mean."""
+    t, b = on(backend)
+    found = A.bnpo(t(0.0, 1.0, 0.00004, 1.0), t(0, 0, 1, 1), **b)
+    assert float(found.abs().max()) < 0.01

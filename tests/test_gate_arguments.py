@@ -204,3 +204,9 @@ def test_a_gate_without_what_it_needs_is_refused_with_the_call_that_makes_it(nam
 def test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it(name):
     with pytest.raises(ValueError, match=rf"gate: '{name}' (needs \w+, as from gates\.|corrects by the sampler's)"):
         check_needs(getattr(gates, name)(), None, ("entropy",), "the sampler does not say")
+
+
+@pytest.mark.parametrize("shaping", [0.0, -0.1])
+def test_the_shaping_of_icpo_is_above_0(shaping):
+    with pytest.raises(ValueError, match=f"^shaping: expected a number above 0, got {shaping}"):
+        gates.icpo_weight(torch.zeros(2), shaping=shaping)

@@ -494,6 +494,8 @@ def test_every_backend_refuses_the_same_gates_and_says_why(backend):
     for gate in (gates.tis(), gates.icepop(0.5, 2.0)):
         message = f"old_logp: without it '{gate.name}' compares rollout_logp with logp, .*; pass old_logp, or call"
         cases.append((gate, None, {"rollout_logp": old}, message))
+    message = "rollout_logp: the gate 'tis' corrects by the sampler's log-probabilities, and got none"
+    cases.append((gates.tis(), None, {}, message))
     for gate, old_logp, options, message in cases:
         with pytest.raises(ValueError, match=f"^{message}"):
             hpo.policy_loss_from_logits(logits, targets, old_logp, *given, gate, backend=backend, **options)

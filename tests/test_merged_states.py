@@ -168,3 +168,11 @@ def test_a_row_of_more_blocks_than_are_merged_at_once(readable, backend):
         for rows in (everything[:1], everything[4:5], everything[-3:].flip(0), everything[1:6]):
             for mine, all_rows in zip(call(rows), expected, strict=True):
                 assert torch.equal(mine.view(torch.int32), all_rows[rows].view(torch.int32))
+
+
+def test_states_that_cannot_be_merged():
+    own = states.part(torch.tensor([[2.0, 1.0]]), torch.tensor([1]), first=0, vocabulary=4)
+    with pytest.raises(TypeError, match=r"^states: expected a list of at least one LogprobState, got an empty list$"):
+        states.merge([])
+    with pytest.raises(ValueError, match=r"^states\[1\]: expected device cpu \(that of the first\), got meta"):
+        states.merge([own, mapped(own, lambda each: each.to("meta"))])

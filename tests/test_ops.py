@@ -453,3 +453,13 @@ def test_no_kernel_writes_behind_its_workspace(backend, monkeypatch):
     assert len(given) >= 13, "the workspaces of these calls come from elsewhere"
     for size, workspace in given:
         assert bool((workspace[size:] == 0xA5).all()), f"a kernel writes behind its workspace of {size} bytes"
+
+
+def test_logits_without_rows_or_columns():
+    """An empty rank has logits of no rows; of no vocabulary there are none."""
+    call = next(each for each in OPERATOR_CALLS if each.name.endswith(".token_logprobs"))
+    of_rows = ("logits", "targets", "temperatures", "floors")
+    no_rows = {name: each[:0] for name, each in call.arguments.items() if name in of_rows and each is not None}
+    assert call.run(call.arguments | no_rows)[0].numel() == 0
+    with pytest.raises(ValueError, match=r"^logits: expected shape \[\.\.\., V\], got \[\d+, 0\]"):
+        call.run(call.arguments | {"logits": call.arguments["logits"][:, :0]})

@@ -281,7 +281,14 @@ def compute(rank):
     )
     uneven = torch.distributed.tensor.distribute_tensor(weight[:-1], mesh, [Shard(0)])
     found["uneven weight"] = hpo.linear_token_logprobs(hidden, uneven, targets, process_group=mesh.get_group())
+    few = torch.distributed.tensor.distribute_tensor(
+        logits[:, : world + 1], mesh, [Shard(1)]
+    )  # of 4 ranks one has none
+    found["few columns"] = hpo.token_logprobs(few, targets % (world + 1))
     wrong = {
+        "float sizes": lambda: hpo.token_logprobs(
+            logits[:, mine], targets, **{**over, "vocabulary_sizes": [float(size) for size in SIZES[world]]}
+        ),
         "no group": lambda: hpo.linear_token_logprobs(hidden, sharded, targets),
         "replicated": lambda: hpo.token_logprobs(DTensor.from_local(logits, mesh, [Replicate()]), targets),
         "sizes": lambda: hpo.token_logprobs(logits[:, mine], targets, process_group=group),
@@ -443,6 +450,11 @@ def test_ranks_that_share_rows_need_nothing(found, world):
             assert torch.equal(torch.cat(got).nan_to_num(7.0), true.nan_to_num(7.0))
 
 
+def few_columns(world):
+    logits, targets, *_ = data()
+    return hpo.token_logprobs(logits[:, : world + 1], targets % (world + 1))
+
+
 @WORLDS
 def test_distributed_tensors_are_recognised(found, world):
     hidden, weight, _, targets, *_ = head()
@@ -453,12 +465,14 @@ def test_distributed_tensors_are_recognised(found, world):
     for name, whole in (
         ("distributed weight", hpo.linear_token_logprobs(hidden, weight, targets, 0.7)),
         ("uneven weight", hpo.linear_token_logprobs(hidden, weight[:-1], targets)),
+        ("few columns", few_columns(world)),
     ):
         for got, true in zip(found[world][0][name], whole, strict=True):
             torch.testing.assert_close(got, true, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 ERRORS = {
+    "float sizes": "vocabulary_sizes: expected the columns of each of",
     "support_ids": "support_ids: expected None with a process_group",
     "sizes alone": "vocabulary_sizes: expected None without a process_group",
     "sizes of a weight alone": "vocabulary_sizes: expected None without a process_group",

@@ -130,23 +130,7 @@ def prepare(
     without_extras = rollout_logp is None and target is None and penalty_mask is None and not wants_corrections
     fast_path = gate.has_fast_path and without_extras
     if not fast_path:
-        check(
-            rollout_logp is None or gate.reads_rollout,
-            "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as "
-            "old_logp",
-            gate.name,
-        )
-        check(
-            rollout_logp is not None or not gate.needs_rollout,
-            "rollout_logp: the gate {!r} corrects by the sampler's log-probabilities, and got none; pass the "
-            "sampler's (old_logp, where the sampler is the old policy), or another gate",
-            gate.name,
-        )
-        check(
-            not wants_corrections or len(gate.corrections) > 0,
-            "report: 'corrections' is for a gate with corrections, got {!r}, which has none; drop it",
-            gate.name,
-        )
+        _check_rollout(gate, rollout_logp, wants_corrections)
     if kl is not None or ref_logp is not None:
         _check_penalty(kl, ref_logp)
 
@@ -179,25 +163,7 @@ def prepare(
             advantages, per_token = shaped_advantages(selection, advantages, per_token, batch, token)
         advantages = as_constant("advantages", advantages, None, "", dtype, device)
     spec = gate.spec(kl, strict)
-    beyond = process_group is not None or aggregates is not None or wants_levels
-    if beyond:
-        asked = {"process_group": process_group, "gate_inputs.aggregates": aggregates, "report": wants_levels or None}
-        check(
-            not ops.is_traced(logp),
-            "{}: only eager calls know it; call the loss outside torch.compile, dispatch modes and torch.func",
-            next(name for name, value in asked.items() if value is not None),
-        )
-        check(
-            bool(spec.levels) or not wants_levels,
-            "report: 'levels' is for a gate with levels, got {!r}, which has none; drop it (metrics has the tokens)",
-            gate.name,
-        )
-    leaves: Hierarchy | LeafTables = ROWS_AS_LEAVES
-    if spec.levels:
-        leaves = batch.hierarchy(gate.level_units) if beyond else batch.leaf_tables(gate.level_units)
-    exchange: SegmentExchange | None = None
-    if beyond:
-        exchange = exchange_of(batch, spec, gate.name, gate.units, process_group, aggregates)
+    leaves, exchange = _leaves(batch, gate, spec, logp, process_group, aggregates, wants_levels)
     if weights is None:
         weights = aggregation.default(batch, gate.of_steps).to(dtype)
     elif not (is_eager and is_constant(weights, of_rows, dtype, device)):
@@ -243,6 +209,52 @@ def prepare(
     if gate.channel is Channel.TOTAL and rollout is not None:
         inputs = inputs._replace(old_logp=rollout)
     return Prepared(inputs, spec, exchange, seen, wants_tokens, wants_levels, positive)
+
+
+def _check_rollout(gate: RatioGate, rollout_logp: torch.Tensor | None, wants_corrections: bool) -> None:
+    check(
+        rollout_logp is None or gate.reads_rollout,
+        "rollout_logp: the gate {!r} does not read the sampler's log-probabilities; drop it, or pass them as old_logp",
+        gate.name,
+    )
+    check(
+        rollout_logp is not None or not gate.needs_rollout,
+        "rollout_logp: the gate {!r} corrects by the sampler's log-probabilities, and got none; pass the sampler's "
+        "(old_logp, where the sampler is the old policy), or another gate",
+        gate.name,
+    )
+    check(
+        not wants_corrections or len(gate.corrections) > 0,
+        "report: 'corrections' is for a gate with corrections, got {!r}, which has none; drop it",
+        gate.name,
+    )
+
+
+def _leaves(
+    batch: PackedBatch,
+    gate: RatioGate,
+    spec: PolicyLossSpec,
+    logp: torch.Tensor,
+    process_group: torch.distributed.ProcessGroup | None,
+    aggregates: Mapping[str, torch.Tensor] | None,
+    wants_levels: bool,
+) -> tuple[Hierarchy | LeafTables, SegmentExchange | None]:
+    """The leaves of the gate's levels, and the exchange of their segments where a call looks beyond its own tokens."""
+    if process_group is None and aggregates is None and not wants_levels:
+        return batch.leaf_tables(gate.level_units) if spec.levels else ROWS_AS_LEAVES, None
+    asked = {"process_group": process_group, "gate_inputs.aggregates": aggregates, "report": wants_levels or None}
+    check(
+        not ops.is_traced(logp),
+        "{}: only eager calls know it; call the loss outside torch.compile, dispatch modes and torch.func",
+        next(name for name, value in asked.items() if value is not None),
+    )
+    check(
+        bool(spec.levels) or not wants_levels,
+        "report: 'levels' is for a gate with levels, got {!r}, which has none; drop it (metrics has the tokens)",
+        gate.name,
+    )
+    leaves = batch.hierarchy(gate.level_units) if spec.levels else ROWS_AS_LEAVES
+    return leaves, exchange_of(batch, spec, gate.name, gate.units, process_group, aggregates)
 
 
 def _positive(batch: PackedBatch, gate: RatioGate, **given: torch.Tensor | None) -> dict[str, torch.Tensor]:

@@ -86,13 +86,27 @@ def policy_loss(
     segment of ``spec.levels``.
     """
     inputs = flat(inputs)
-    tokens, metrics = read_tokens(inputs, spec), empty_metrics(inputs.logp.device)
-    logp, x, s, valid, selected = tokens.logp, tokens.x, tokens.s, tokens.valid, tokens.selected
-    negative, weight = tokens.negative, tokens.weight
+    tokens = read_tokens(inputs, spec)
     z, below, above = combined(gate_tokens(tokens, inputs, spec, exchange))
-    z = saturate(z, valid, MOST.get(spec.head, SATURATION))
-    own = torch.where(tokens.log_ratio.isinf(), torch.zeros_like(logp), logp)
+    weighted, loss_t = policy_terms(tokens, spec, z, below, above)
+    penalties = list(penalties_of(tokens, inputs, spec))
+    loss = weighted.double().sum()
+    for penalty in penalties:
+        loss_t, loss = loss_t + penalty.detach(), loss + (tokens.weight * penalty).double().sum()
+    largest = torch.finfo(torch.float32).max
+    loss = (loss.detach().clamp(-largest, largest) + (loss - loss.detach())).to(inputs.logp.dtype)
+    with torch.no_grad():
+        return loss, metrics_of(tokens, inputs, loss, penalties, below, above), loss_t
+
+
+def policy_terms(
+    tokens: Tokens, spec: PolicyLossSpec, z: torch.Tensor, below: torch.Tensor, above: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``-w M W Phi(z, A)`` and ``-M W Phi(z, A)`` (detached) of each token ``[T]``."""
+    logp, selected, negative = tokens.logp, tokens.selected, tokens.negative
+    z = saturate(z, tokens.valid, MOST.get(spec.head, SATURATION))
     zero = torch.zeros_like(logp)
+    own = torch.where(tokens.log_ratio.isinf(), zero, logp)
     unweighted = torch.where(selected, tokens.advantage * tokens.token_weight, zero)
     if spec.term is not None:
         factor = factor_beyond(below, above, negative, spec.term, logp)
@@ -105,55 +119,66 @@ def policy_loss(
         if spec.term is None:
             term = policy_term(spec.head, z, scale * unweighted, own)
         else:
-            term = general_term(spec.head, z, x, scale * unweighted, scale * kept, own, target, number, negative)
+            term = general_term(spec.head, z, tokens.x, scale * unweighted, scale * kept, own, target, number, negative)
         return torch.where(selected, term, zero)
 
-    loss_t = policy(1.0).detach()  # a huge one may saturate where its share of the loss does not
-    loss = policy(weight).double().sum()
+    # a huge term may saturate where its share of the loss does not
+    return policy(tokens.weight), policy(1.0).detach()
 
+
+def penalties_of(tokens: Tokens, inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Iterator[torch.Tensor]:
+    """``kappa p(x)`` and ``c beta k(s)`` of each token ``[T]``, where the loss has them."""
+    zero = torch.zeros_like(tokens.logp)
     if spec.term is not None and spec.term.penalty is not Penalty.NONE:
-        pays = valid if inputs.penalty_mask is None else valid & inputs.penalty_mask
-        penalty = torch.where(pays, spec.term.penalty_coefficient * penalty_of(spec.term, x), zero)
-        loss_t, loss = loss_t + penalty.detach(), loss + (weight * penalty).double().sum()
-        metrics[slot("penalty")] += (weight * penalty).sum().detach()
+        pays = tokens.valid if inputs.penalty_mask is None else tokens.valid & inputs.penalty_mask
+        yield torch.where(pays, spec.term.penalty_coefficient * penalty_of(spec.term, tokens.x), zero)
+    if tokens.s is not None:
+        k = kl_of_tokens(spec.kl, spec.kl_gradient, tokens.s, tokens.x, tokens.infinite)
+        yield torch.where(tokens.kl_weight != 0, tokens.kl_weight * (spec.kl_beta * k), zero)
 
-    if s is not None:
-        factor, pays = tokens.kl_weight, tokens.kl_weight != 0
-        k = kl_of_tokens(spec.kl, spec.kl_gradient, s, x, tokens.infinite)
-        penalty = torch.where(pays, factor * (spec.kl_beta * k), zero)
-        loss_t, loss = loss_t + penalty.detach(), loss + (weight * penalty).double().sum()
-        metrics[slot("penalty")] += (weight * penalty).sum().detach()
-        metrics[slot("reference_log_ratio")] = s[valid].sum().detach()
-        metrics[slot("reference_log_ratio_square")] = s[valid].square().sum().detach()
-        metrics[slot("reference_k3")] = (torch.exp(-s[valid]) - 1 + s[valid]).sum().detach()
-    largest = torch.finfo(torch.float32).max
-    loss = (loss.detach().clamp(-largest, largest) + (loss - loss.detach())).to(logp.dtype)
 
-    with torch.no_grad():
-        r = torch.exp(x[valid].clamp(-STATISTIC_SATURATION, STATISTIC_SATURATION))
-        metrics[slot("tokens")] = valid.sum()
-        metrics[slot("selected")] = selected.sum()
-        metrics[slot("rows")] = tokens.row[valid].unique().numel()  # type: ignore[no-untyped-call]
-        metrics[slot("loss")] = loss
-        metrics[slot("log_ratio_sum")] = x[valid].sum()
-        metrics[slot("log_ratio_square")] = x[valid].square().sum()
-        metrics[slot("ratio_deviation")] = (r - 1).sum()
-        metrics[slot("ratio_deviation_square")] = (r - 1).square().sum()
-        if valid.any():
-            metrics[slot("log_ratio_min")] = x[valid].min()
-            metrics[slot("log_ratio_max")] = x[valid].max()
-        for name, side in (("low", below), ("high", above)):
-            metrics[slot(f"clipped_{name}_positive")] = (selected & side & (negative == 0)).sum()
-            metrics[slot(f"clipped_{name}_negative")] = (selected & side & (negative == 1)).sum()
-        if inputs.entropy is not None:
-            counted = valid & torch.isfinite(inputs.entropy)
-            metrics[slot("entropy")] = inputs.entropy[counted].sum()
-            metrics[slot("entropy_tokens")] = counted.sum()
-        metrics[slot("nan_tokens")] = tokens.nan.sum()
-        metrics[slot("infinite_tokens")] = tokens.infinite.sum()
-        metrics[slot("bad_offsets")] = tokens.bad_offsets
-        metrics[slot("bad_advantages")] = tokens.bad_advantage.sum()
-    return loss, metrics, loss_t
+def metrics_of(
+    tokens: Tokens,
+    inputs: PolicyLossInputs,
+    loss: torch.Tensor,
+    penalties: list[torch.Tensor],
+    below: torch.Tensor,
+    above: torch.Tensor,
+) -> torch.Tensor:
+    """The metrics vector, float64."""
+    metrics, valid, selected = empty_metrics(loss.device), tokens.valid, tokens.selected
+    x = tokens.x[valid]
+    r = torch.exp(x.clamp(-STATISTIC_SATURATION, STATISTIC_SATURATION))
+    metrics[slot("tokens")] = valid.sum()
+    metrics[slot("selected")] = selected.sum()
+    metrics[slot("rows")] = tokens.row[valid].unique().numel()  # type: ignore[no-untyped-call]
+    metrics[slot("loss")] = loss
+    metrics[slot("log_ratio_sum")] = x.sum()
+    metrics[slot("log_ratio_square")] = x.square().sum()
+    metrics[slot("ratio_deviation")] = (r - 1).sum()
+    metrics[slot("ratio_deviation_square")] = (r - 1).square().sum()
+    if valid.any():
+        metrics[slot("log_ratio_min")] = x.min()
+        metrics[slot("log_ratio_max")] = x.max()
+    for name, side in (("low", below), ("high", above)):
+        metrics[slot(f"clipped_{name}_positive")] = (selected & side & (tokens.negative == 0)).sum()
+        metrics[slot(f"clipped_{name}_negative")] = (selected & side & (tokens.negative == 1)).sum()
+    for penalty in penalties:
+        metrics[slot("penalty")] += (tokens.weight * penalty).sum()
+    if tokens.s is not None:
+        s = tokens.s[valid]
+        metrics[slot("reference_log_ratio")] = s.sum()
+        metrics[slot("reference_log_ratio_square")] = s.square().sum()
+        metrics[slot("reference_k3")] = (torch.exp(-s) - 1 + s).sum()
+    if inputs.entropy is not None:
+        counted = valid & torch.isfinite(inputs.entropy)
+        metrics[slot("entropy")] = inputs.entropy[counted].sum()
+        metrics[slot("entropy_tokens")] = counted.sum()
+    metrics[slot("nan_tokens")] = tokens.nan.sum()
+    metrics[slot("infinite_tokens")] = tokens.infinite.sum()
+    metrics[slot("bad_offsets")] = tokens.bad_offsets
+    metrics[slot("bad_advantages")] = tokens.bad_advantage.sum()
+    return metrics
 
 
 def read_tokens(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Tokens:

@@ -101,7 +101,7 @@ def check_floating(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_ids(name: str, tensor: torch.Tensor) -> None:
-    is_narrow = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+    is_narrow = tensor.dtype in (torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32)
     fix = f"use {name}.to(torch.int64)" if is_narrow else "renumber or hash them to int64 first"
     check_dtype(name, tensor, INTEGERS, fix)
 
@@ -155,7 +155,7 @@ def examined(name: str, tensor: Any, meaning: str = "") -> torch.Tensor:
     return _materialised(name, tensor)
 
 
-def _tensor_meant(name: str, value: Any) -> str:
+def _tensor_meant(name: str, value: Any, meaning: str) -> str:
     """How to get at the tensor that was meant."""
     if hasattr(value, "as_mask"):
         return "; its mask is .as_mask().mask"
@@ -169,12 +169,15 @@ def _tensor_meant(name: str, value: Any) -> str:
         field = "group_ids" if name == "ids" else name
         if isinstance(getattr(value, field, None), Tensor):
             return f"; pass its .{field}"
-        return f"; it has no {field}" if field.endswith("ids") else "; it goes to batch=: is the order another one?"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return f"; it has no {field}" if field.endswith("ids") else "; a batch goes to batch=, if the call has it"
+    of_names = isinstance(value, list | tuple) and any(isinstance(each, str | bytes) for each in value)
+    if isinstance(value, tuple) and getattr(value, "_fields", ()) and any(isinstance(each, Tensor) for each in value):
         return f"; pass one of its fields, such as .{value._fields[0]}"
     if isinstance(value, int | float):
-        return f"; make one of that shape, such as torch.full((n,), {value}), or torch.tensor({value}) if it is 0-dim"
-    of_names = isinstance(value, list | tuple) and any(isinstance(each, str | bytes) for each in value)
+        shaped = f"; make one of that shape, such as torch.full((n,), {value})"
+        return (
+            shaped if meaning or name.endswith("ids") else f"{shaped}, or torch.tensor({float(value)}) if it is 0-dim"
+        )
     if of_names or (name.partition("[")[0].endswith("ids") and not callable(value)):
         return "; convert it with hpo_core.segments.ids_of"
     return "" if callable(value) or isinstance(value, str | bytes) else "; convert it with torch.as_tensor"
@@ -183,7 +186,9 @@ def _tensor_meant(name: str, value: Any) -> str:
 def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
     if not isinstance(tensor, Tensor):
         got = _shown(tensor) if inspect.isroutine(tensor) else type(tensor)
-        raise TypeError(f"{name}: expected a tensor{meaning and ' ' + meaning}, got {got}{_tensor_meant(name, tensor)}")
+        raise TypeError(
+            f"{name}: expected a tensor{meaning and ' ' + meaning}, got {got}{_tensor_meant(name, tensor, meaning)}"
+        )
     # A module that was never imported has made no tensor.
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):

@@ -41,8 +41,9 @@ def corrected(
         loss_reads = _channel(gate.channel, logp, inputs.old_logp, rollout) if logp_known else pair
         read = _read(inputs, gate, loss_reads, pair, correction, batch)
         own = None
-        if want_metrics:  # which tokens it takes out can only be told before other factors join its own
-            # Of a token with an infinite log-ratio it is NaN, and the loss takes the token out.
+        if want_metrics:
+            # The tokens that a correction takes out are known only before other factors join its own. The factor of a
+            # token with an infinite log-ratio is NaN, and the loss takes the token out.
             own = _factor(read._replace(token_weight=None), correction, batch, process_group, backend)
             seen.append(_observed(read, _counted(read), own > 0, process_group, backend))
         if index in joining:

@@ -79,7 +79,7 @@ def merge(states: Sequence[LogprobState], temperature: float | torch.Tensor = 1.
     LogprobState(top=tensor([2.]), others=tensor([0.5530]), distance=tensor([0.5073]), target_logit=tensor([1.]))
     """
     is_sequence = isinstance(states, list | tuple) and not isinstance(states, LogprobState) and len(states) > 0
-    got = "an empty list" if isinstance(states, list) else type(states)
+    got = f"an empty {type(states).__name__}" if type(states) in (list, tuple) else type(states)
     require_type(is_sequence, "states: expected a list of at least one LogprobState, got {}", got)
     states = [_checked_state(f"states[{at}]", state) for at, state in enumerate(states)]
     top = states[0].top

@@ -79,8 +79,8 @@ def policy_loss(
     ``loss_t = -M_t W_t Phi(z_t, A_t) + beta k(logp_t - ref_logp_t) + kappa p(x_t)``: z is the gated log-ratio, Phi the
     gate's head, which contains the advantage, M the selection (``token_mask`` and the window), W ``token_weight``, and
     p the gate's own penalty on the log-ratio x; M masks no penalty. Everything but ``logp`` is a constant of the
-    differentiation, and refused with a graph; the backward returns dL/dlogp times the incoming gradient, which has no
-    derivative.
+    differentiation, and refused with a graph; the backward returns dL/dlogp times the incoming gradient. The reference
+    alone has second derivatives in ``logp``.
 
     Args:
         logp: ``[T]`` (or the padded ``[B, L]``) float32, natural log-probabilities of the current policy.

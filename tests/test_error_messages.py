@@ -196,7 +196,7 @@ ERRORS = [
     (lambda: hpo.advantages.grpo(ROWS, GROUPED), "group_ids: expected a tensor, got .*; pass its .group_ids"),
     (lambda: hpo.segments.statistics(ROWS, GROUPED), "ids: expected a tensor, got .*; pass its .group_ids"),
     (lambda: hpo.segments.statistics(ROWS, BATCH), "ids: expected a tensor, got .*; it has no group_ids"),
-    (lambda: hpo.policy_loss(BATCH, TOKENS, TOKENS, ROWS), r"logp: .*PackedBatch'>; it goes to batch=: is the order"),
+    (lambda: hpo.policy_loss(BATCH, TOKENS, TOKENS, ROWS), r"logp: .*PackedBatch'>; a batch goes to batch=, if the "),
     (
         lambda: hpo.entropy.skywork_coefficient(0.0, TOKENS[0]),
         r"coefficient: expected a tensor, got .*, or torch\.tensor\(0\.0\) if it is 0-dim",

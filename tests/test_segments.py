@@ -251,6 +251,8 @@ def test_a_gain_is_not_rounded(backend):
     last[-1] = 1.0
     gains = torch.full((units,), 0.9999, dtype=torch.float64)
     found = recurrence(last.to(where), gains.to(where), batch.cu_seqlens, backend=backend)
+    for same in (gains[:1].to(where).expand(units), torch.stack((gains, gains + 9), 1).to(where)[:, 0]):
+        assert torch.equal(recurrence(last.to(where), same, batch.cu_seqlens, backend=backend), found)
     returns = hpo.advantages.reinforce_pp(last.to(where), batch, gamma=0.9999, whitened=False, backend=backend)
     for each in (found, returns):
         assert each.dtype == torch.float32 and each[0].item() == pytest.approx(0.9999 ** (units - 1), rel=1e-6)

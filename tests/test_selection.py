@@ -93,6 +93,18 @@ def test_a_window_and_its_selection_are_one(backend, window):
     assert combined != expected
 
 
+def test_a_threshold_of_no_dimension_is_that_number(backend):
+    window, where = hpo.entropy.forking_tokens(), testing.device_of(backend)
+    batch, advantages = hpo.PackedBatch.from_lengths([3, 2]).to(where), torch.tensor([1.0, 2.0]).to(where)
+    entropy, logp = torch.tensor([0.1, 0.9, 0.3, 0.2, 0.8]).to(where), torch.linspace(-2, -1, 5).to(where)
+    score = window.score(entropy, batch, backend=backend)
+    for threshold in (torch.tensor(0.25).to(where), torch.tensor([0.25]).to(where)):
+        selection = {"selection": Selection(score=score, threshold=threshold)}
+        for given in (selection, {"window": window, "entropy": entropy, "threshold": threshold}):
+            out = hpo.policy_loss(logp, logp, advantages, batch, backend=backend, **given)
+            assert out.loss.item() == pytest.approx(-(1 + 1 + 2) / 5)
+
+
 def test_a_window_over_the_step_is_not_fitted_on_a_part_of_it():
     batch, entropy = hpo.PackedBatch.from_lengths([3, 2]), torch.arange(5.0)
     window, state = hpo.entropy.forking_tokens("0.5"), hpo.entropy.forking_tokens("0.5").fit(entropy, batch)

@@ -546,7 +546,7 @@ def test_verl_agent_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch)
     with pytest.raises(ValueError, match="clip_ratio_high: the gate 'step_gspo' does not read it"):
         of_verl_agent(batch, batch.logp, cliprange_high=0.28)
     monkeypatch.setenv("HPO_GATE", "tis")
-    with pytest.raises(ValueError, match="no sampler"):
+    with pytest.raises(ValueError, match="no log-probabilities of the sampler"):
         of_verl_agent(batch, batch.logp)
     monkeypatch.setenv("HPO_GATE", "gpso")
     with pytest.raises(ValueError, match="HPO_GATE: no function 'gpso'"):
@@ -577,3 +577,15 @@ def test_verl_agents_actor_finds_the_loss(monkeypatch):
         monkeypatch.setenv("HPO_GATE", "hapo_clip")
         with pytest.raises(ValueError, match="verl-agent"):  # before a model is loaded
             module.install()
+
+
+def test_the_returns_of_a_discount_that_float32_rounds():
+    tokens, gamma = 20_000, 0.9999
+    rewards, mask = torch.zeros(1, tokens), torch.ones(1, tokens)
+    rewards[0, -1] = 1.0
+    settings = {"gamma": gamma, "whitened": False}
+    advantages, returns = prompt_advantages.prompt_advantages(
+        hpo.advantages.reinforce_pp, "cpu", token_level_rewards=rewards, response_mask=mask, settings=settings
+    )
+    for each in (advantages, returns):
+        assert each[0, 0].item() == pytest.approx(gamma ** (tokens - 1), rel=1e-6)

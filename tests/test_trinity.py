@@ -78,7 +78,7 @@ def test_trinity_finds_the_loss_by_its_path_and_asks_for_what_it_reads(ours):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"gate": "icepop"}, "no sampler"),
+        ({"gate": "icepop"}, "no log-probabilities of the sampler"),
         ({"gate": "kl_cov"}, "needs"),
         ({"gate": "reconstructed.p3o"}, "level of groups"),
         ({"loss_agg_mode": "mean"}, "loss_agg_mode"),

@@ -37,7 +37,7 @@ struct Windows {
 // The state of a token: it is in no row; its row cuts its window; or its window is whole.
 enum State : int32_t { kOutside = 0, kCut = 1, kWhole = 2 };
 
-// Index 0 of an array [reach] is the begin of the window of the block's first token; index 0 of `state` is that token.
+// Index 0 of an array [reach] is the beginning of the window of the block's first token; index 0 of `state` is that token.
 struct WindowScratch {
   float *folded, *next_folded, *window_folded;    // [reach]
   int32_t *usable, *next_usable, *window_usable;  // [reach], the number of folded values
@@ -139,7 +139,8 @@ bool load_values(const WindowArgs& args, int64_t start, int64_t length, float em
   return false;
 }
 
-// Windows cut at the begin of their row, from its first token on; then windows cut only at its end, from its last token back.
+// Windows cut at the beginning of their row, from its first token on; then windows cut only at its end, from its last token
+// back.
 template <class Fold>
 void score_cut_windows(const WindowArgs& args, const Rows& rows, const WindowRule& rule, int64_t begin, int64_t end,
                        Fold fold) {
@@ -159,7 +160,7 @@ void score_cut_windows(const WindowArgs& args, const Rows& rows, const WindowRul
     folded = double(Fold::empty());
     usable = 0;
     next = row_end;
-    const int64_t first_uncut = t;  // at the begin of the row
+    const int64_t first_uncut = t;  // at the beginning of the row
     for (t = segment_end - 1; t >= larger(first_uncut, row_end - rule.last); --t) {
       for (const int64_t window_begin = smaller(row_end, t + rule.first); next > window_begin; --next) {
         if (is_usable(next - 1)) folded = fold(folded, double(args.values[next - 1])), ++usable;

@@ -2,7 +2,7 @@
 
 An estimator compares units: rows or trajectories (``[S]``), steps (``[N]``) or tokens (``[T]``). Advantages are
 constants: no gradient flows to the rewards. Units of a group whose rewards are all equal get exactly 0 in every
-precision, unless an estimator says otherwise: a second stage over the batch moves them.
+precision, unless an estimator says otherwise, as with a shift, a virtual reward or a second stage over the batch.
 
 Common arguments:
     rewards: ``[S]`` floating point, one per unit. NaN and infinite rewards are unscorable: they enter no statistic and

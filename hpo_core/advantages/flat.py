@@ -434,7 +434,7 @@ def reinforce_pp_baseline(
         lengths: ``[S]`` floating point, tokens of each response: the batch's statistics are those of tokens.
         singleton: verl keeps the raw reward of a group of one; ``"zero"`` starts from 0.
 
-    Traps: the whitening moves a group of equal rewards off 0, where the batch has a mean of tokens.
+    Traps: the whitening moves a group of equal rewards off 0, where the mean over the tokens of the batch is not 0.
 
     >>> r, ids = torch.tensor([1.0, 0, 0, 1, 2, 4, 6]), torch.tensor([0, 0, 0, 0, 1, 1, 1])
     >>> reinforce_pp_baseline(r, ids, torch.tensor([3.0, 1, 2, 4, 5, 1, 2]))

@@ -106,8 +106,8 @@ def scan(
     rows = cu_seqlens.to(torch.int64)
     if forward:
         return scan(values.flip(0), gains.flip(0), values.numel() - rows.flip(0), backend).flip(0)
-    given = (each.double().contiguous() for each in (values, gains))
-    return ops.recurrence(*given, rows.contiguous(), backend)
+    values, gains = (each.double().contiguous() for each in (values, gains))
+    return ops.recurrence(values, gains, rows.contiguous(), backend)
 
 
 def ids_of(names: Iterable[str | bytes | int], device: torch.device | str = "cpu") -> torch.Tensor:

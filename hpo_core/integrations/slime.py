@@ -164,7 +164,7 @@ def _weights(args: Any, batch: dict[str, Any], device: torch.device) -> torch.Te
 
 def _correction(
     theirs: Any, args: Any, batch: dict[str, Any], logp: torch.Tensor, parts: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, Sequence[torch.Tensor], dict[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     """By slime's correction of the sampler the factor of each token and the masks that it keeps; its metrics."""
     path = getattr(args, "custom_tis_function_path", None)
     correct = theirs.vanilla_tis_function if path is None else theirs.load_function(path)

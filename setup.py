@@ -68,7 +68,9 @@ if platform.machine() in ("x86_64", "AMD64"):
     ISAS["avx2"] = "-mavx2 -mfma -mf16c"
     ISAS["avx512"] = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c"
 CUDA_ARCHS = "80+ptx 90 100 120"
-NO_COMPILER = "no C++ compiler was found when hpo_core was built; install g++ or clang++ and reinstall hpo-core"
+# Without --no-cache-dir pip would install the wheel again that it built before.
+REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps hpo-core"
+NO_COMPILER = f"no C++ compiler was found when hpo_core was built; install g++ or clang++, then {REINSTALL}"
 
 
 class Plan:

@@ -192,7 +192,7 @@ def _probe_cuda(device: torch.device | None = None) -> Availability:
         return Availability(
             "cuda",
             f"built with CUDA {_version(toolkit)}, and the driver knows CUDA up to {_version(driver)}; update the "
-            f"driver, or reinstall with an nvcc of CUDA {driver // 1000}",
+            f"driver, or reinstall with an nvcc of CUDA {driver // 1000} and pip's --no-cache-dir",
         )
     try:
         capability = torch.cuda.get_device_capability(device)
@@ -202,7 +202,7 @@ def _probe_cuda(device: torch.device | None = None) -> Availability:
         return Availability(
             "cuda",
             f"built for {built.detail}, not for this device (sm_{capability[0]}{capability[1]}); set "
-            "HPO_CORE_CUDA_ARCHS and reinstall",
+            "HPO_CORE_CUDA_ARCHS and reinstall with pip's --no-cache-dir",
         )
     return built
 

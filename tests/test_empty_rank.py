@@ -117,7 +117,11 @@ NO_UNITS = "rewards: expected shape [U] (one per unit), got a tensor of "
 REFUSED = (
     ([REWARDS, REWARDS], [IDS, IDS.float()], DISAGREE + "torch.float32 [] and torch.int64 []"),
     ([REWARDS, REWARDS], [IDS, IDS.to(torch.uint16)], DISAGREE + "torch.int64 [] and torch.uint16 []"),
-    ([REWARDS, REWARDS], [IDS.to(torch.uint16)] * 2, "group_ids: expected dtype int32 or int64, got uint16; renumber"),
+    (
+        [REWARDS, REWARDS],
+        [IDS.to(torch.uint16)] * 2,
+        "group_ids: expected dtype int32 or int64, got uint16; use group_ids.to",
+    ),
     ([REWARDS.cfloat()] * 2, [IDS, IDS], "rewards: expected floating point, got complex64; use rewards.float()"),
     ([REWARDS, REWARDS[0]], [IDS, IDS], NO_UNITS + "0 dimensions"),
     ([REWARDS, REWARDS.reshape(1, 1, 1, 2)], [IDS, IDS], NO_UNITS + "4 dimensions"),

@@ -19,7 +19,8 @@ from ranks import apart, forget
 
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
-NO_COMPILER = "no C++ compiler was found when hpo_core was built; install g++ or clang++ and reinstall hpo-core"
+REINSTALL = "pip install --force-reinstall --no-cache-dir --no-deps hpo-core"
+NO_COMPILER = f"no C++ compiler was found when hpo_core was built; install g++ or clang++, then {REINSTALL}"
 USE = """
 import torch
 import hpo_core as hpo

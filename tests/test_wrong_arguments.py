@@ -228,7 +228,9 @@ def _applies(kind: str, original: Any) -> bool:
 
 
 def _is_allowed(call: Call, place: Place, kind: str) -> bool:
-    """Whether None, a number or a list is a valid argument there."""
+    """Whether None, a number or a list is a valid argument there, or a tensor of no dimension for one of ``[1]``."""
+    if kind == "of one dimension less":
+        return place[-1] == "threshold" and not call.name.startswith("torch.ops.")
     if kind == "None":
         holder = _get(call.arguments, place[:-1]) if len(place) > 1 else None
         is_operator = call.name.startswith("torch.ops.")

@@ -210,3 +210,17 @@ def test_a_trainer_that_would_make_ppo_of_a_gate_refuses_it(name):
 def test_the_shaping_of_icpo_is_above_0(shaping):
     with pytest.raises(ValueError, match=f"^shaping: expected a number above 0, got {shaping}"):
         gates.icpo_weight(torch.zeros(2), shaping=shaping)
+
+
+def test_numbers_of_losses_are_in_their_range():
+    for run, message in (
+        (lambda: gates.opmd(-0.1), "tau: expected a number >= 0, got -0.1"),
+        (lambda: _fipo_weight(half_life=0.0), "half_life: expected a number above 0, got 0.0"),
+        (lambda: _fipo_weight(ratio_unsafe=-1.0), "ratio_unsafe: expected a number above 0, got -1.0"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            run()
+
+
+def _fipo_weight(**numbers):
+    return gates.fipo_weight(*torch.zeros(2, 2), torch.ones(1), hpo.PackedBatch.from_lengths([2]), **numbers)

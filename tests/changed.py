@@ -49,8 +49,7 @@ ADVANTAGES = (
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
 SCOPES = ("scopes", "scopes_over_ranks")
 PRESETS = ("default_numbers", "selection", "entropy_presets", "entropy_shaping", "entropy_thresholds",
-           "low_entropy_segments",
-           "entropy_reconstructed", "entropy_properties", "entropy_sources", "entropy_over_ranks")  # fmt: skip
+           "low_entropy_segments", "entropy_reconstructed", "entropy_properties", "entropy_sources", "entropy_over_ranks")  # fmt: skip
 SEGMENTS = ("segments", "chains", "token_estimators")
 LOGPROBS = (
     *(
@@ -162,13 +161,11 @@ RULES = [
     Rule(("hpo_core/logprobs.py", "hpo_core/support.py"), (*LOGPROBS, "docs")),
     Rule(("hpo_core/loss_from_logits.py", "hpo_core/ops/logprobs.py"), ("loss_from_logits", "scale"), EVERY_BACKEND),
     Rule(("hpo_core/advantages/*",), (*ADVANTAGES, "default_numbers", "estimator_properties", "imports", "docs",
-            "synchronisation",
-          "trainers", "trl_contract", "verl_advantages", "advantages_over_ranks")),
+          "synchronisation", "trainers", "trl_contract", "verl_advantages", "advantages_over_ranks")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, *PRESETS, *SCOPES, "losses", "imports", "docs")),
     Rule(("hpo_core/gates/*",), (*LOSS, "default_numbers", "gate_arguments", "gate_inputs", "balanced", "schedules",
-            "hierarchy_theorems",
-          "hierarchy_degenerate", "imports", "docs", "bench", "trainers", "verl", "skyrl")),
+          "hierarchy_theorems", "hierarchy_degenerate", "imports", "docs", "bench", "trainers", "verl", "skyrl")),
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
           "tests/trl_over_ranks.py"), (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",

@@ -49,7 +49,8 @@ ADVANTAGES = (
 ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
 SCOPES = ("scopes", "scopes_over_ranks")
 PRESETS = ("default_numbers", "selection", "entropy_presets", "entropy_shaping", "entropy_thresholds",
-           "low_entropy_segments", "entropy_reconstructed", "entropy_properties", "entropy_sources", "entropy_over_ranks")  # fmt: skip
+           "low_entropy_segments", "entropy_reconstructed", "entropy_properties", "entropy_sources",
+           "entropy_over_ranks")  # fmt: skip
 SEGMENTS = ("segments", "chains", "token_estimators")
 LOGPROBS = (
     *(

@@ -172,7 +172,7 @@ def _tensor_meant(name: str, value: Any, meaning: str) -> str:
         return f"; it has no {field}" if field.endswith("ids") else "; a batch goes to batch=, if the call has it"
     of_names = isinstance(value, list | tuple) and any(isinstance(each, str | bytes) for each in value)
     fields = getattr(value, "_fields", ())
-    if fields and any(isinstance(each, Tensor) for each in value):
+    if isinstance(value, tuple) and fields and any(isinstance(each, Tensor) for each in value):
         return f"; pass one of its fields, such as .{fields[0]}"
     if isinstance(value, int | float):
         shaped = f"; make one of that shape, such as torch.full((n,), {value})"

@@ -39,6 +39,7 @@ Report = tuple[_Reported, ...] | Collection[_Reported]  # for a Collection alone
 
 _DEFAULT_GATE = gates.ppo_clip(0.2, 0.2)
 _NO_INPUTS = GateInputs()
+_AS_FITTED = "[1] (as window.fit returned it)"
 _LEAST_POSITIVE = 1e-3  # a log-probability above 0 by less may be rounding of float32
 
 
@@ -150,9 +151,9 @@ def prepare(
     if window is not None or threshold is not None or selection is not None:
         score, limit, strict = _compared(window, threshold, selection, score, entropy, batch, backend, token)
         if limit is not None:
-            limit = examined("threshold", limit, "[1] (as window.fit returned it)")
+            limit = examined("threshold", limit, _AS_FITTED)
             limit = limit.reshape(1) if limit.dim() == 0 else limit
-            limit = as_constant("threshold", limit, (1,), "[1] (as window.fit returned it)", dtype, device)
+            limit = as_constant("threshold", limit, (1,), _AS_FITTED, dtype, device)
     target_per_token = per_token = False
     of_rows = (batch.rows,)
     is_usual = is_eager and advantage_level is None and selection is None
@@ -361,7 +362,7 @@ def _compared(
         threshold = window.fit_score(score, backend=backend)
     if isinstance(threshold, WindowState):
         check_state(window, threshold, score, backend)
-        threshold = examined("threshold", threshold.threshold, "[1] (as window.fit returned it)")
+        threshold = examined("threshold", threshold.threshold, _AS_FITTED)
         score = rounded_as(score, threshold).to(score.dtype)
     return score, threshold, window.strict
 

@@ -128,3 +128,11 @@ ERRORS = [
 def test_errors(call, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         call()
+
+
+def test_an_answer_without_a_likelihood_has_no_meaning_for_seed_grpo():
+    advantages, meanings = torch.ones(3), torch.tensor([0, 1, 1])
+    logp = torch.tensor([-1.0, -1.0, math.nan])
+    found = R.seed_grpo(advantages, meanings, None, alpha=0.5, mean_logp=logp)
+    expected = R.seed_grpo(advantages, torch.tensor([0, 1, -1]), None, alpha=0.5, mean_logp=logp)
+    assert torch.equal(found, expected)

@@ -412,3 +412,8 @@ def test_advantages_over_ranks(three_ranks):
     torch.testing.assert_close(named[0], torch.stack(E.fit_scopes(own, scopes_of_rows, scopes=4)))
     for pivot in pivots:
         torch.testing.assert_close(pivot, torch.cat(E.fit_pivot(entropy, whole)))
+
+
+def test_a_rare_reward_of_the_paper_stays_its_own():
+    rare, lengths = torch.tensor([1.0, *[0.0] * 39]), torch.ones(40)
+    assert not torch.equal(E.hapo_advantages(rare, None, lengths), hpo.advantages.grpo(rare, None))

@@ -66,6 +66,7 @@ _cov = functools.partial(gates.clip_cov_mask, TOKENS, TOKENS, ONE, FIVE, seed=0)
         (lambda: gates.gbpo_target(ONE, eps_low=-0.2), r"eps_low: expected an epsilon in \[0, 1\], got -0.2"),
         (lambda: gates.gbpo_target(ONE, eps_high=math.inf), "eps_high: expected a finite epsilon, got inf"),
         (lambda: gates.gbpo_target(ONE, temperature=0.0), "temperature: expected a number above 0, got 0.0"),
+        (lambda: gates.a_lol(1.5), r"eps: expected an epsilon in \[0, 1\], got 1.5"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make, message):
@@ -224,3 +225,15 @@ def test_numbers_of_losses_are_in_their_range():
 
 def _fipo_weight(**numbers):
     return gates.fipo_weight(*torch.zeros(2, 2), torch.ones(1), hpo.PackedBatch.from_lengths([2]), **numbers)
+
+
+def test_a_bound_of_0_is_accepted():
+    assert gates.gmpo(0.0, 0.0).pre.high == (0.0, math.inf)
+
+
+def test_sources_are_those_of_the_method():
+    assert gates.dapo().source == "arXiv 2503.14476" and gates.hapo_clip().source == "starriver030515/HAPO"
+
+
+def test_weights_of_advantages_scale_the_first_order():
+    assert {gate.first_order for gate in (gates.opmd(), gates.a_lol(), gates.nft())} == {gates.FirstOrder.SCALED}

@@ -439,3 +439,10 @@ def test_regressions_are_reinforce_with_other_advantages(name):
         logp.detach(), old, advantages, batch, gates.reinforce(), weights=weights, backend="reference"
     )
     torch.testing.assert_close(out.grad, expected, rtol=1e-7, atol=0)
+
+
+def test_fipo_holds_the_weight_of_a_likely_mistake_above_four_fifths():
+    old, x = torch.zeros(2), torch.tensor([1.0, -5.0])
+    batch, given = hpo.PackedBatch.from_lengths([2]), {"half_life": 1e9, "eps_low": 0.9, "ratio_unsafe": 2.0}
+    found = gates.fipo_weight(x, old, torch.tensor([-1.0]), batch, **given).token_weight
+    assert found.tolist() == pytest.approx([0.8, 0.1])

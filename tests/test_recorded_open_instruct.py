@@ -41,7 +41,7 @@ def of_open_instruct(packs, logp, *, weights=1.0, **fields):
         "use_vllm_logprobs": False, "sequence_parallel_size": 1, **fields,
     })  # fmt: skip
     own = {
-        "forward_for_logprobs": lambda model, ids, attention_mask, positions, **_: model(ids),
+        "forward_for_logprobs": lambda model, ids, attention_mask, positions, **_: model(ids, attention_mask),
         "compute_rho_correction": lambda old, *_: SimpleNamespace(weights=weights * torch.ones_like(old)),
         "compute_grpo_loss": lambda new, ratio, advantages, ref, config, rho: (None, None, new - ref),
     }
@@ -50,8 +50,9 @@ def of_open_instruct(packs, logp, *, weights=1.0, **fields):
         integration("open_instruct").install()
         theirs = stubs["open_instruct.grpo_utils"]
         new = theirs.forward_for_logprobs(
-            lambda _: packs.masked(logp), None, None, torch.nn.functional.pad(packs.positions, (1, 0)), temperature=1.0
-        )
+            lambda *given: packs.masked(logp) if given == ("ids", "mask") else None, "ids", "mask",
+            torch.nn.functional.pad(packs.positions, (1, 0)), temperature=1.0,
+        )  # fmt: skip
         old, sampler, ref = (packs.masked(each) for each in (batch.old, batch.rollout, batch.ref))
         advantages = packs.of(batch.advantages)
         rho = theirs.compute_rho_correction(old, sampler, packs.mask, advantages, config)

@@ -32,7 +32,7 @@ def sums_of_means(lengths, masks, sums, per_token):
     )
 
 
-def of_slime(batch, logp, sums, **fields):
+def of_slime(batch, logp, sums, sampled=True, **fields):
     told = {
         "advantage_estimator": "grpo", "calculate_per_token_loss": False, "entropy_coef": 0.0, "eps_clip": 0.2,
         "eps_clip_c": None, "eps_clip_high": 0.2, "kl_loss_coef": 0.0, "kl_loss_type": "k3", "use_kl_loss": False,
@@ -54,6 +54,8 @@ def of_slime(batch, logp, sums, **fields):
         "log_probs": parts(batch.old, batch), "rollout_log_probs": parts(batch.rollout, batch),
         "ref_log_probs": parts(batch.ref, batch), "rollout_mask_sums": sums,
     }  # fmt: skip
+    if not sampled:
+        del handed["rollout_log_probs"]
 
     reducer = sums_of_means(batch.lengths, handed["loss_masks"], sums, told["calculate_per_token_loss"])
     with modules(slime__backends__megatron_utils__loss=theirs):
@@ -299,3 +301,10 @@ def test_miles_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
         of_miles(batch, batch.logp, slime_sums(batch), eps_clip=0.3)
     with pytest.raises(ValueError, match="batch: expected 'rollout_mask_sums'"):
         of_miles(batch, batch.logp, None)
+
+
+def test_slime_needs_no_sampler_without_a_correction():
+    batch = Batch()
+    sums = batch.mask.sum(1).tolist()
+    with_sampler = of_slime(batch, batch.logp, sums)[0]
+    assert torch.equal(of_slime(batch, batch.logp, sums, sampled=False)[0], with_sampler)

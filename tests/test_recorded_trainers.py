@@ -508,3 +508,25 @@ def test_roll_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
     variant = SimpleNamespace(pg_variant="cispo")
     with pytest.raises(ValueError, match=r"actor_train\.pg_variant: expected 'ppo' or none, got 'cispo'"):
         of_roll(batch, batch.logp, actor_train=variant)
+
+
+def test_prime_rls_penalty_leaves_out_what_the_loss_leaves_out():
+    batch = Batch()
+    batch.lengths = batch.lengths[:1]
+    masked_out = ~batch.mask[0]
+    batch.logp[0, 0] = torch.nan
+    assert batch.mask[0, 0] and masked_out.any()
+    alone, both = (of_prime_rl(batch, batch.logp, gate="ppo_clip", kl_tau=tau) for tau in (0.0, 0.1))
+    gap = torch.where(batch.mask[0] & ~batch.logp[0].isnan(), batch.logp[0] - batch.rollout[0], 0.0)
+    torch.testing.assert_close(both - alone, 0.1 * gap.square().sum())
+
+
+def test_prime_rl_logs_fractions():
+    batch = Batch(width=0.8)
+    with modules(prime_rl__trainer__rl__loss={"LossOutputs": LossOutputs}):
+        loss = integration("prime_rl").loss
+        found = loss(prime_inputs(batch, 0, batch.logp, None), gate="ppo_clip").metrics
+    mask, gap = batch.mask[0], (batch.logp - batch.rollout)[0]
+    outside = torch.where(batch.advantages[0] > 0, gap.exp() > 1.2, gap.exp() < 0.8)
+    torch.testing.assert_close(found["hpo/clipped"], outside[mask].float().mean())
+    torch.testing.assert_close(found["hpo/log_ratio"], gap[mask].mean())

@@ -289,7 +289,8 @@ def test_ray_of_a_launched_trainer_gets_the_hook_and_the_gate(gate, name, main, 
     monkeypatch.setattr(sys, "argv", ["launcher", *arguments])
     asked, bare = {}, {}
 
-    def run(name, **_):
+    def run(name, *, run_name, alter_sys):
+        assert (run_name, alter_sys) == ("__main__", True)
         asked.update(ran=name, arguments=sys.argv[1:])
         stubs["ray"].init()
         bare.update(asked.pop("runtime_env"))
@@ -579,13 +580,17 @@ def test_verl_agents_actor_finds_the_loss(monkeypatch):
             module.install()
 
 
-def test_the_returns_of_a_discount_that_float32_rounds():
-    tokens, gamma = 20_000, 0.9999
-    rewards, mask = torch.zeros(1, tokens), torch.ones(1, tokens)
-    rewards[0, -1] = 1.0
-    settings = {"gamma": gamma, "whitened": False}
-    advantages, returns = prompt_advantages.prompt_advantages(
-        hpo.advantages.reinforce_pp, "cpu", token_level_rewards=rewards, response_mask=mask, settings=settings
-    )
-    for each in (advantages, returns):
-        assert each[0, 0].item() == pytest.approx(gamma ** (tokens - 1), rel=1e-6)
+def test_rllm_scales_unless_its_setting_says_no(rllm):
+    registry, module = rllm
+    rewards = [np.array([1.0, 0.0, 0.5])]
+    found, _ = registry["hpo_grpo"](rewards=rewards, algorithm_config=None)
+    torch.testing.assert_close(torch.from_numpy(found[0]), hpo.advantages.grpo(torch.tensor([1.0, 0.0, 0.5]), None))
+    with pytest.raises(ValueError, match="a single reward"):
+        module.register_advantage("mine", hpo.advantages.gdpo)
+    with pytest.raises(TypeError, match=r"estimator: expected one of .*, got 'grpo'"):
+        module.register_advantage("mine", "grpo")
+
+
+def test_verl_agent_needs_a_bound():
+    with pytest.raises(ValueError, match="cliprange: expected a bound, got None"):
+        of_verl_agent(Batch(), Batch().logp, cliprange=None, cliprange_low=None)

@@ -377,3 +377,27 @@ def test_every_gate_of_the_demo_trains(tmp_path):
     for name, (gate, loss_type) in demo().GATES.items():
         result = run(hpo_trl.HPOTrainer, tmp_path, extra={"gate": gate()}, loss_type=loss_type, max_steps=2)
         assert all(math.isfinite(entry["grad_norm"]) and entry["grad_norm"] > 0 for entry in result.logs[:2]), name
+
+
+def test_a_rollout_is_scored_in_micro_batches_for_a_window(tmp_path):
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"window": hpo.entropy.ares(scope="batch")}, max_steps=1)
+    inner, sizes = trainer._get_per_token_logps_and_entropies, []
+
+    def scored(*given, batch_size=None, **keywords):
+        sizes.append((len(given[1]), batch_size))
+        return inner(*given, batch_size=batch_size, **keywords)
+
+    trainer._get_per_token_logps_and_entropies = scored
+    trainer.train()
+    assert (64, 16) in sizes and all(size == 16 for rows, size in sizes if rows == 64)
+
+
+def test_an_estimator_runs_on_the_backend_of_the_trainer(tmp_path):
+    seen = []
+
+    def estimator(rewards, group_ids, *, backend=None):
+        seen.append(backend)
+        return hpo.advantages.rloo(rewards, group_ids, backend=backend)
+
+    build(hpo_trl.HPOTrainer, tmp_path, extra={"advantage": estimator, "backend": "reference"}, max_steps=1).train()
+    assert set(seen) == {"reference"}

@@ -255,3 +255,8 @@ def test_docstrings(tmp_path, monkeypatch):
     tried = doctest.testmod(trl_config.module())
     assert tried.attempted > 0
     assert tried.failed == 0
+
+
+def test_vespo_beside_a_sampler_whose_weight_is_off_is_accepted(tmp_path):
+    settings = {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_correction": False}
+    trl_config.check_config(trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **settings), ())

@@ -18,13 +18,16 @@ pytestmark = pytest.mark.peers
 OUTPUTS = ("log_probs", "entropy")
 
 
-def model_of(tied, **config):
+def model_of(tied, biased=False, **config):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     settings = transformers.LlamaConfig(vocab_size=301, **sizes, tie_word_embeddings=tied, initializer_range=0.5)
     for name, value in config.items():
         setattr(settings, name, value)
-    return transformers.LlamaForCausalLM(settings)
+    model = transformers.LlamaForCausalLM(settings)
+    if biased:
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(301))
+    return model
 
 
 def scored(model, tokens, labels):
@@ -39,6 +42,7 @@ CONFIGS = {
     "plain": {},
     "softcap": {"final_logit_softcapping": 3.0},
     "scale": {"logit_scale": 0.25},
+    "bias": {"biased": True},
     "softcap and scale": {"final_logit_softcapping": 3.0, "logit_scale": 2.0},
 }
 

@@ -364,3 +364,21 @@ def test_two_ranks_of_verl_s_actor_select_as_one_does(tmp_path, monkeypatch):
                 assert error <= (1e-6 if what == "gradient" else 1e-5), (mode, what, error)
         apart = alone["hpo_forking"][what] - alone["hpo_ppo_clip"][what]
         assert apart.abs().max() > 1e-3 * alone["hpo_forking"][what].abs().max()
+
+
+def masked_and_weighed(entropy, batch):
+    return hpo.entropy.Selection(mask=entropy > 1, weight=1 + entropy)
+
+
+def test_a_mask_travels_with_the_weights_beside_it():
+    hpo_verl.register("hpo_both", gates.ppo_clip(), entropy=masked_and_weighed)
+    batch, config = Rollout(), actor("hpo_both", loss_agg_mode="token-mean")
+    chosen = masked_and_weighed(torch.cat(batch.fields["entropy"]), batch.packed())
+    close(*updated(batch, config, SPLITS["any"]), expected(batch, gates.ppo_clip(), chosen))
+
+
+def test_a_window_runs_on_the_backend_that_is_asked_for():
+    batch, window = Rollout(), entropy.forking_tokens()
+    given, rows = torch.cat(batch.fields["entropy"]), batch.packed()
+    found = selection.module().selected_by(window, given, rows, backend="reference")
+    assert torch.equal(found.mask, selected("forking_tokens", batch).mask)

@@ -289,3 +289,9 @@ def test_a_module_is_seen_when_it_is_imported(tmp_path, monkeypatch):
     after_import("seen_later", lambda module: seen.append(module.NUMBER))
     assert seen == [1, 2]
     monkeypatch.delitem(sys.modules, "seen_later")
+
+
+def test_steps_need_prompts():
+    given = {"token_level_rewards": torch.zeros(1, 2), "response_mask": torch.ones(1, 2), "config": None}
+    with pytest.raises(ValueError, match="uid: 'hpo_gigpo' compares the trajectories of a prompt"):
+        core_algos.ADV_ESTIMATOR_REGISTRY["hpo_gigpo"](index=None, **given)

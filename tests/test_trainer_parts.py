@@ -1,0 +1,41 @@
+"""The parts that integrations share: modules that are waited for, refusals, and estimators of prompts."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from trainer_batches import modules
+
+import hpo_core as hpo
+from hpo_core import gates
+from hpo_core.integrations import prompt_advantages
+from hpo_core.integrations.replaced import after_import
+from hpo_core.integrations.served import check_proportional
+
+
+def test_an_unknown_module_that_is_waited_for_is_not_found():
+    with modules():
+        after_import("hpo_core_has_no_such_module", lambda module: None)
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("hpo_core_has_no_such_module")
+
+
+@pytest.mark.parametrize("name", ["kimi", "dro"])
+def test_a_head_whose_penalty_is_0_is_proportional(name):
+    gate = getattr(gates, name)()
+    check_proportional(dataclasses.replace(gate, head_numbers=(0.0, 0.0)), "a trainer")
+    with pytest.raises(ValueError, match="does not grow with the advantage"):
+        check_proportional(gate, "a trainer")
+
+
+def test_the_returns_of_a_discount_that_float32_rounds():
+    tokens, gamma = 20_000, 0.9999
+    rewards, mask = torch.zeros(1, tokens), torch.ones(1, tokens)
+    rewards[0, -1] = 1.0
+    settings = {"gamma": gamma, "whitened": False}
+    advantages, returns = prompt_advantages.prompt_advantages(
+        hpo.advantages.reinforce_pp, "cpu", token_level_rewards=rewards, response_mask=mask, settings=settings
+    )
+    for each in (advantages, returns):
+        assert each[0, 0].item() == pytest.approx(gamma ** (tokens - 1), rel=1e-6)

@@ -1,7 +1,8 @@
 // order_statistics. The definition is hpo_core/reference/scopes.py.
+#include "hpo/api/scopes.h"
+
 #include <algorithm>
 
-#include "hpo/api/scopes.h"
 #include "hpo/entropy.h"
 #include "kernels.h"
 #include "order_keys.h"

@@ -1,8 +1,8 @@
 // row_counts: the valid tokens of every row, and weights made of them; row_spans: the first and the last of them; recurrence:
-// a scan from the end of every row to its start.
-#include <algorithm>
-
+// a scan from the end of every row to its start. The definitions are hpo_core/reference/segments.py.
 #include "hpo/segments.h"
+
+#include <algorithm>
 
 #include "kernels.h"
 #include "rows.h"

@@ -4,9 +4,9 @@
 // In row_counts a block takes eight neighbouring rows. A warp counts a short row alone; all warps count a long row together,
 // so that one long row among short ones does not keep a single warp busy. With weights blocks wait for each other: the number
 // that divides is the sum of all.
-#include <cfloat>
-
 #include "hpo/segments.h"
+
+#include <cfloat>
 
 #include "grid.cuh"
 #include "units.cuh"

@@ -12,7 +12,7 @@ sum of coefficients times a slope, and both are known before the sweep.
 The first and the third are in steps, of one launch where programs can wait for each other (launch.py). An Exchange
 changes the sums of segments, between the steps that add and those that read; these are launches of their own.
 
-The definition is hpo_core/reference/gates.py; csrc/cpu/hierarchy.cpp is the same in the same order.
+The definition is hpo_core/reference/hierarchy.py; csrc/cpu/hierarchy.cpp is the same in the same order.
 """
 
 from __future__ import annotations

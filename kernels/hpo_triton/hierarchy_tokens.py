@@ -1,6 +1,7 @@
 """A block of tokens under the gates of hierarchy.py: their residuals behind the gates, the policy term, its derivative.
 
-The definition is hpo_core/reference/gates.py; the arithmetic is that of csrc/include/hpo/hierarchy.h in the same order.
+The definition is hpo_core/reference/hierarchy.py; the arithmetic is that of csrc/include/hpo/hierarchy.h in the same
+order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Counts of valid tokens of rows, weights made of them, and their spans; statistics of groups; scans along rows."""
+"""Counts of valid tokens of rows, weights made of them, and their spans; statistics of groups; scans along rows.
+
+The definitions are hpo_core/reference/segments.py.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The term of a token whose gate asks for more than a clip and A e^z (TermSpec): the heads, the pre-gate, slopes and
 weights beyond the bounds, the penalty on the token's own log-ratio.
 
-The definition is hpo_core/reference/gates.py; the arithmetic is that of csrc/include/hpo/terms.h in the same order.
+The definition is hpo_core/reference/terms.py; the arithmetic is that of csrc/include/hpo/terms.h in the same order.
 """
 
 from __future__ import annotations

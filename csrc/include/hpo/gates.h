@@ -1,5 +1,5 @@
 // The arithmetic of one token and of one trajectory under a ratio gate: every backend in C++ and CUDA calls these, none
-// repeats them. The definition they follow is hpo_core/reference/gates.py.
+// repeats them. The definition is hpo_core/reference/gates.py.
 #pragma once
 #include <cfloat>
 

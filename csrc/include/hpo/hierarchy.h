@@ -1,5 +1,5 @@
 // The arithmetic of a hierarchy of gates, above the tokens and at a token: C++ and CUDA call these, neither repeats them. The
-// definition they follow is hpo_core/reference/gates.py.
+// definition is hpo_core/reference/hierarchy.py.
 #pragma once
 #include "gates.h"
 #include "rows.h"

@@ -7,8 +7,8 @@
 #include <cfloat>
 #include <cmath>
 
-#include "hpo/api/logprobs.h"
-#include "hpo/math.h"
+#include "api/logprobs.h"
+#include "math.h"
 
 namespace hpo {
 

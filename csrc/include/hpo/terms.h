@@ -1,5 +1,5 @@
 // The arithmetic of a token's term where a gate asks for more than a clip and A e^z: the heads, the pre-gate, factors beyond
-// the bounds, the penalty. C++ and CUDA call these, neither repeats them. The definition is hpo_core/reference/gates.py.
+// the bounds, the penalty. C++ and CUDA call these, neither repeats them. The definition is hpo_core/reference/terms.py.
 #pragma once
 #include "gates.h"
 

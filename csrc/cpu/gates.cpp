@@ -1,16 +1,19 @@
 // policy_loss: loss, metrics and gradient of one pack. The definition is hpo_core/reference/gates.py.
 //
-//   gates_sums.h     sums in a fixed order
-//   lanes.h          vectors of floats
-//   gates_tile.h     row, masks, log-ratio and coefficient of each token
-//   gates_fast_path.h    the same in one pass, where nothing is extraordinary
-//   gates_token_inputs.h  and where tokens have inputs of their own, gates_weights.h their weights, gates_sure_masks.h a mask
-//   row_advantages.h  advantages of tokens that are those of rows
-//   gates_penalty.h  the penalty on the distance from the reference policy
-//   gates_call.h     the parts of a call that no gate changes
-//   gates_tokens.h   gates on tokens
-//   hierarchy.cpp    gates on several levels at once, hierarchy_tokens.h their tokens
-//   this file        one call from begin to end
+//   lanes.h               vectors of floats
+//   gates_sums.h          sums in a fixed order
+//   gates_sure_masks.h    masks that a cheap bound decides
+//   gates_weights.h       the weights of tokens, with the factors of corrections
+//   gates_tile.h          row, masks, log-ratio and coefficient of each token of a tile, in several passes
+//   gates_penalty.h       the penalty on the distance from the reference policy
+//   gates_call.h          the parts of a call that no gate changes
+//   gates_fast_path.h     a tile in one pass, where nothing is extraordinary
+//   gates_token_inputs.h  the same where tokens have inputs of their own
+//   gates_tokens.h        gates on tokens
+//   row_advantages.h      advantages of tokens that are one number in each row
+//   this file             one call from begin to end
+//
+// Gates on several levels are in hierarchy.cpp.
 #include "gates_tokens.h"
 #include "kernels.h"
 #include "row_advantages.h"

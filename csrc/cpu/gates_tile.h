@@ -15,7 +15,7 @@ struct Call {
   const Rows& rows;
 };
 
-// How many tokens of a tile the mask keeps; `some` is always right. Most tiles of a padded batch are of another kind.
+// How many tokens of a tile are masked; `some` is right for every tile. Most tiles of a padded batch are of another kind.
 enum class Masked : uint8_t { none, some, all };
 
 inline Masked masked_tokens(const uint8_t* mask, int64_t first, int n) {

@@ -70,7 +70,7 @@ struct Sweeps {
   // A short block takes longer to classify than to read.
   bool classifies(const Block& block) const { return call.args.mask && block.tokens >= 2 * kWorthwhileRow; }
 
-  // How the mask keeps n tokens of a block; a short block counts as one of which it keeps some.
+  // How many of n tokens of a block are masked; a short block counts as one in which some are.
   Masked masked_tokens_of(const Block& block, int64_t first, int n) const {
     if (classifies(block)) return masked_tokens(call.args.mask, first, n);
     return call.args.mask ? Masked::some : Masked::none;

@@ -1,4 +1,4 @@
-// policy_loss_from_logits: for each row of logits its log-probability and entropy, the derivative of the loss in this
+// loss_from_logits: for each row of logits its log-probability and entropy, the derivative of the loss in this
 // log-probability under a gate on tokens, and the gradient of the row's logits, in one launch. The definition is
 // hpo_core/reference/logprobs.py followed by hpo_core/reference/gates.py.
 //

@@ -1,9 +1,9 @@
-"""The policy loss: hierarchical ratio gating, selection, weights and the reference penalty, with its gradient.
+"""The policy loss under gates on tokens: selection, weights and the reference penalty, with its gradient.
 
     _sweep         every token once: loss, gradient and metrics
     _finalise      the sums of all programs, added in their order (sums.py)
 
-Gates on several levels, and those with a term of their own, are in hierarchy.py.
+Gates on several levels, and those with a term of their own, are in hierarchy.py, which ``policy_loss`` calls for them.
 
 The definition is hpo_core/reference/gates.py; the arithmetic of one token is that of csrc/include/hpo/gates.h.
 """

@@ -1,4 +1,4 @@
-"""policy_loss_from_logits in one launch: for each row of logits its log-probability and entropy, the derivative of the
+"""loss_from_logits in one launch: for each row of logits its log-probability and entropy, the derivative of the
 loss in this log-probability under a gate on tokens, and the gradient of the row's logits.
 
 A program takes a row at a time and reads it twice: the second time from the L2 cache, since so few programs work at

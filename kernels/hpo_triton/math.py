@@ -88,7 +88,7 @@ def log(x):
 @triton.jit
 def k3_slope(s, e):
     """1 - e^-s, the derivative of k3, without cancellation at small s; ``e`` is exp(-s)."""
-    p = tl.fma(s, -1.9841270e-4, 1.3888889e-3)  # Taylor of (1 - (1 - e^-s) / s) / s on |s| <= 0.25, to the last bit
+    p = tl.fma(s, -1.9841270e-4, 1.3888889e-3)  # Taylor of (e^-s - 1 + s) / s^2 on |s| <= 0.25, to the last bit
     p = tl.fma(p, s, -8.3333333e-3)
     p = tl.fma(p, s, 4.1666667e-2)
     p = tl.fma(p, s, -1.6666667e-1)

@@ -91,12 +91,13 @@ HPO_INLINE TermNumber<F> kl_term(KLEstimator estimator, KLGradient gradient, F s
   return {value, x_finite ? (s_finite ? r * s : value) : (s_finite ? rise : zero)};
 }
 
-// Whether a token with this factor on its penalty pays any, and the weight of its row times the factor of one that does.
+// Whether a token with this factor on its penalty pays any.
 template <class F>
 HPO_INLINE typename Number<F>::Int pays_penalty(F kl_weight) {
   return Number<F>::mask((kl_weight != F{}) & (kl_weight - kl_weight == F{}));
 }
 
+// The weight of a row times the factor of a token that pays.
 template <class F>
 HPO_INLINE F penalty_share(F weight, F kl_weight) {
   return clamp(weight * kl_weight, all<F>(-FLT_MAX), all<F>(FLT_MAX));

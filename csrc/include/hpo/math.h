@@ -166,7 +166,7 @@ template <class F>
 HPO_INLINE F k3_slope(F s, F e) {
   using N = Number<F>;
   const F border = all<F>(0.25f);
-  F p = all<F>(-1.9841270e-4f);                            // Taylor of (1 - e^-s) / s on |s| <= 0.25, to the last bit
+  F p = all<F>(-1.9841270e-4f);                            // Taylor of (e^-s - 1 + s) / s^2 on |s| <= 0.25, to the last bit
   p = N::fused(p, s, all<F>(1.3888889e-3f));
   p = N::fused(p, s, all<F>(-8.3333333e-3f));
   p = N::fused(p, s, all<F>(4.1666667e-2f));

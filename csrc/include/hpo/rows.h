@@ -1,4 +1,4 @@
-// The rows of a pack of tokens, as their offsets say.
+// The rows of a pack of tokens, read from their offsets.
 #pragma once
 #include "math.h"
 

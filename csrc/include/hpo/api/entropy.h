@@ -18,7 +18,7 @@ struct WindowArgs {
   Invalid invalid;
   WindowAggregate aggregate;
   float* score;  // [tokens]: the aggregate; -inf where undefined or masked; NaN where the token's own value is not finite
-  void* workspace;
+  void* workspace;  // window_score_workspace(tokens, last - first + 1) bytes, any content
 };
 
 // index = rule(numerator * (n - 1) / denominator); linear interpolates between two of them, outside of kernels
@@ -58,7 +58,7 @@ inline SelectArgs selection_of(const OrderStatisticArgs& args) {
 }  // namespace hpo
 
 extern "C" {
-int64_t hpo_window_score_workspace(int64_t tokens, int64_t width);  // width = last - first + 1
+int64_t hpo_window_score_workspace(int64_t tokens, int64_t width);
 int hpo_window_score(const hpo::WindowArgs* args, int64_t context);
 int64_t hpo_order_statistic_workspace(int64_t tokens);
 int hpo_order_statistic(const hpo::OrderStatisticArgs* args, int64_t context);

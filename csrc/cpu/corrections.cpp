@@ -29,7 +29,7 @@ struct Workspace {
   }
 };
 
-// The tokens of a vector that count, but for the check that their own statistic is no NaN.
+// The tokens of a vector that count, provided that their own statistic is no NaN.
 template <bool kWhole>
 HPO_INLINE Mask counted(const Compared& from, const uint8_t* mask, int64_t at, Mask present) {
   if (mask) present = both(present, present_own<kWhole>(present, mask + at));

@@ -74,9 +74,9 @@ template <class... Parameters, class... Arguments>
 int run(void (*Kernels::*kernel)(Parameters...), int64_t context, const Arguments&... arguments) {
   const Kernels* kernels = choice().kernels;
   if (!kernels) return kNoKernels;
-  const int64_t most = 1024;  // threads, of any number that a caller asks for
+  const int64_t most_threads = 1024;  // whatever number a caller asks for
   const StandardArithmetic standard;
-  (kernels->*kernel)(arguments..., forked || context < 1 ? 1 : int(context < most ? context : most));
+  (kernels->*kernel)(arguments..., forked || context < 1 ? 1 : int(context < most_threads ? context : most_threads));
   return kDone;
 }
 

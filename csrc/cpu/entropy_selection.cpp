@@ -68,8 +68,8 @@ struct Marks {
 };
 
 #if defined(__AVX512F__)
-// Keeps which of 64 scores belong, and their positions, and returns their number. Most often these are fewer than four,
-// which are written without a branch on their number.
+// Keeps those of 64 scores that belong, and their positions, and returns their number. Most often fewer than four belong; they
+// are written without a branch on their number.
 template <bool kMark>
 inline int64_t keep_few(const float* scores, uint64_t belong, uint32_t first, uint32_t* kept, uint32_t* positions) {
   const int64_t count = __builtin_popcountll(belong);

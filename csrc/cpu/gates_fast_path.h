@@ -10,7 +10,7 @@
 
 namespace hpo::HPO_ISA {
 
-// Up to it e^x needs no power of two: just below ln 2 / 2.
+// The largest |x| whose e^x needs no power of two: just below ln 2 / 2.
 constexpr float kNear = 0.3465f;
 
 // Statistics of a tile, one vector for each part of the lanes. The Partial gets them if the fast path holds for the tile.
@@ -66,8 +66,8 @@ HPO_INLINE bool guess_near(bool near, const Sweep& sweep) {
 }
 
 // The end of an attempt. False: the fast path does not hold, or the log-ratios are not near 0 as assumed; nothing is counted
-// then. `near`: whether they are near 0, and so many that the next tile is worth the same guess: a failure costs more than few
-// spare.
+// then. `near`: whether they are near 0, and so many that the next tile is worth the same guess: a failed guess costs more time
+// than one for few tokens saves.
 template <bool kTakenForNear>
 HPO_INLINE bool settle_fast(const FastSums& sums, int64_t tokens, Partial& partial, bool& near,
                             float most = kStatisticSaturation) {
@@ -96,7 +96,8 @@ struct FastVector {
 constexpr int64_t kPastCaches = int64_t(1) << 20;
 
 // The place of a tile's gradient. A large gradient, which nothing reads before the call returns, is written past the caches:
-// its lines are not read before, and evict none of the inputs. If it begins with a line, so do whole vectors of its tiles.
+// its lines are not read before, and evict none of the inputs. Such a gradient begins with a cache line, so that the vectors of
+// its tiles are aligned.
 struct GradientOut {
   float* to;
   const bool past_caches;
@@ -240,7 +241,7 @@ static_assert(kFixedPoint == 4294967296.0, "the modulus of FixedSum");
 struct PreClip {
   float low[2], high[2];
 
-  // Its output is no larger than its input may be.
+  // Whether a clipped log-ratio is within kStatisticSaturation, as a log-ratio of the fast path is.
   bool narrows() const {
     bool all_within = true;
     for (int sign = 0; sign < 2; ++sign) all_within &= low[sign] <= kStatisticSaturation && high[sign] >= -kStatisticSaturation;
@@ -251,7 +252,7 @@ struct PreClip {
 // The other work of the first sweep: it keeps ratios, or adds up another function than log-ratios.
 enum class FirstSweep { plain, keeps_ratios, clips, deviates };
 
-// Up to it deviations of ratios from 1 are within kStatisticSaturation, too.
+// The largest |x| of which the deviation of e^x from 1 is within kStatisticSaturation, too.
 constexpr float kDeviates = 3.7f;
 
 template <bool kSplit, FirstSweep kSweep, bool kTakenForNear>

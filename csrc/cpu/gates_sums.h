@@ -75,8 +75,8 @@ inline void pad(T* values, int n, T neutral) {
   for (; n % kLanes != 0; ++n) values[n] = neutral;
 }
 
-// Adds from(i) to the lane of i, for all i of the n, a multiple of kLanes. Two chains of additions, neither of which waits for
-// the other.
+// Adds from(i) to the lane of i, for all i below n, a multiple of kLanes. There are two chains of additions, so that neither
+// waits for the other.
 template <class From>
 inline void add_lanes(int n, double* sums, const From& from) {
   int i = 0;
@@ -142,7 +142,7 @@ HPO_INLINE void for_each_vector(int begin, int end, const Step& step) {
   if (i < end) step(i, leading_lanes(end - i), std::false_type{});
 }
 
-// A run that would overflow, as losses around |w A| e^60 do, meets in double.
+// The terms of a run whose sum overflows a float, as that of losses around |w A| e^60 does, are added in double.
 inline void add_runs(float* terms, int n, double* sums) {
   double of_tile[kLanes] = {};
   double* const to = n > kRun ? of_tile : sums;  // one run needs no sum of runs

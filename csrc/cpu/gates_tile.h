@@ -91,13 +91,13 @@ inline void spread_rows(const Segments& segments, float* out, const Value& value
   }
 }
 
-// These weights of a tile that `load_rows` has loaded, [n], or null.
+// The weights of the tokens of a tile, whose `corrected` is filled if the call has a correction; null if all are 1.
 inline const float* token_weights(const PolicyLossArgs& args, int64_t first, const Tile& tile) {
   if (args.correction.second) return tile.corrected;
   return args.token_weight ? args.token_weight + first : nullptr;
 }
 
-// The factors of a that belong to tokens.
+// Multiplies coefficients by those of their factors that belong to tokens.
 inline void multiply_token_factors(const PolicyLossArgs& args, int64_t first, int n, const Tile& tile,
                                    float* __restrict coefficient) {
   if (args.advantage_per_token) {
@@ -108,7 +108,7 @@ inline void multiply_token_factors(const PolicyLossArgs& args, int64_t first, in
   }
 }
 
-// Writes the kinds of tokens as far as rows say them.
+// Writes the kinds of tokens as far as their rows determine them.
 inline void spread_kinds(const PolicyLossArgs& args, int n, const Segments& segments, int32_t* kind) {
   int covered = 0;
   for (const Segment& segment : segments) {
@@ -139,7 +139,7 @@ inline bool finite_coefficients(const PolicyLossArgs& args, int64_t first, const
   });
 }
 
-// kind and coefficient as far as rows say them; true if some coefficient is infinite or NaN.
+// kind and coefficient as far as rows determine them; true if some coefficient is infinite or NaN.
 inline bool load_row_numbers(const PolicyLossArgs& args, int n, const Segments& segments, Tile& tile) {
   bool doubtful = false;
   spread_kinds(args, n, segments, tile.kind);
@@ -180,7 +180,7 @@ inline bool load_targets(const PolicyLossArgs& args, Head head, int64_t first, i
   return true;
 }
 
-// The same of bounds.
+// The same for bounds.
 inline bool load_bounds_of_tokens(const Call& call, int64_t first, int n, Tile& tile) {
   const PolicyLossArgs& args = call.args;
   if (call.structure.token != TokenGate::clip) return false;

@@ -58,7 +58,7 @@ template <class Body>
 void for_each_aggregate_grad(const Leaves& leaves, const Workspace& space, int threads, int64_t* table, const Body& body) {
   const Hierarchy& hierarchy = leaves.hierarchy;
   parallel_for(hierarchy.depth, threads, [&](int64_t k) {
-    std::fill_n(table + 2 * k * leaves.count(), 2 * leaves.count(), int64_t{0});  // of a caller without leaves: null
+    std::fill_n(table + 2 * k * leaves.count(), 2 * leaves.count(), int64_t{0});  // null for a caller without leaves
     if (hierarchy.levels[k].routing != Routing::through) return;
     for (int64_t p = 0; p < leaves.count(); ++p) {
       if (leaves.length(p) == 0) continue;

@@ -52,7 +52,7 @@ struct Scratch {
   Masked masked[kTilesOfBlock];  // on the grid of lines
   OpenTokens open;
   BlockWeights weights;
-  Partial counted;  // the counts of tokens that a sweep before has counted: nothing reads them
+  Partial counted;  // for tokens that an earlier sweep has counted: nothing reads these counts
 };
 
 // The sweeps over the tokens of one block.
@@ -171,7 +171,7 @@ struct Sweeps {
     if (plan.hierarchy.depth > 0) {  // log-ratios are added up as integers
       add_log_ratios(tile, load_aggregated(plan.term, tile, end, scratch.terms), end, plan.hierarchy.split, sums);
     }
-    return !tile.exceptional && tile.chosen == tile.kind && !here.args.ref_logp;  // which the fast path has refused
+    return !tile.exceptional && tile.chosen == tile.kind && !here.args.ref_logp;  // the fast path has refused this one
   }
 
   // The second sweep: loss, gradient of the token's own path, and the flow into aggregates. The caller has gathered the
@@ -291,8 +291,8 @@ struct Sweeps {
     result.own_gradient = token.slope != 0.0f ? value * token.slope : 0.0f;
   }
 
-  // The gradient of these tokens. Those that no pre-gate holds share one, unless weights multiply the gradient of their own
-  // path.
+  // The gradient of the tokens of such a block. Tokens that no pre-gate clips share one, unless weights multiply the gradient
+  // of their own path.
   void write_alike(const Block& block, float own_gradient, float aggregate_grad, Scratch& scratch) const {
     const PolicyLossArgs& args = call.args;
     const bool negative = args.advantages[block.row] < 0.0f, weighted = plan.weighs && own_gradient != 0.0f;
@@ -332,8 +332,8 @@ struct Sweeps {
     write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
   }
 
-  // The third: the gradient that arrives through aggregates. Where nothing saturated, the gradient written before stands; of
-  // tokens that have one term none is written before.
+  // The third sweep: the gradient that arrives through aggregates. Where nothing saturated, the gradient written before stands;
+  // tokens of `fills_last` get their whole gradient here.
   void receive(const Block& block, const BlockResult& result, const AggregateGrad& aggregate_grad, Scratch& scratch) const {
     if (result.fast && plan.fills_last) {
       classify_masks(block, scratch);

@@ -71,7 +71,7 @@ void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t fi
   const uint8_t* mask = kMasked ? args.mask + first : nullptr;
   const OpenBounds<kSplit> bounds(levels);
   LaneCount present_count;
-  Ints not_above_sum = {}, inside_sum = {};  // of few instructions
+  Ints not_above_sum = {}, inside_sum = {};  // fewer instructions than a LaneCount
   for_each_vector(begin, end, [&](int i, Mask own, auto whole) HPO_INSIDE {
     constexpr bool kWhole = decltype(whole)::value;
     const Mask present = kMasked ? present_own<kWhole>(own, mask + i) : own;
@@ -88,8 +88,8 @@ void count_open(const OpenLevels& levels, const PolicyLossArgs& args, int64_t fi
   counts.above_weight += above, counts.below_weight += below;
 }
 
-// The same of a block whose tokens have weights. Where they have advantages, `above` and `below` are sums of kinds, and their
-// weights those of coefficients.
+// The same for a block whose tokens have weights. Where tokens have advantages, too, `above` and `below` are sums of kinds, and
+// above_weight and below_weight those of coefficients.
 template <bool kSplit>
 void count_open_weighted(const OpenLevels& levels, const PolicyLossArgs& args, const Block& block, const BlockWeights& weights,
                          MaskPair* inside_and_falling, OpenCounts& counts) {

@@ -46,7 +46,7 @@ struct TermPlan {
   // The pre-gate is a clip.
   bool clips() const { return pre_gated && head != Head::censored && !mean_exp; }
 
-  // It is the deviation of the ratio from 1.
+  // The pre-gate is the deviation of the ratio from 1.
   bool deviates() const { return pre_gated && head == Head::censored && !mean_exp; }
 
   PreClip clip() const {
@@ -354,7 +354,7 @@ inline bool run_terms(const Call& call, const TermPlan& plan, const float (&low)
              : sweep_token_inputs<Given::anything>(call, first, n, segments, tile, seen, partial, gate);
 }
 
-// The penalty on the token's own log-ratio, which every valid token pays that is not left out.
+// The penalty on the token's own log-ratio. Every valid token pays it that the penalty mask does not leave out.
 inline void add_own_penalty(const Call& call, const TermPlan& plan, int64_t first, int n, int64_t row, const Tile& tile,
                             float* grad, float* token_loss, Partial& partial) {
   const PolicyLossArgs& args = call.args;

@@ -129,20 +129,20 @@ struct TokenPlan {
   FastLoop fast_loop;
   bool may_be_fast;  // a reference policy has a sweep of its own, see hierarchy_reference.h
   bool as_they_are;  // log-ratios enter the gates
-  PreClip clip;  // else they enter it, where `measures_fast`
+  PreClip clip;  // else this clip of them does, where `measures_fast`
   bool measures_fast;  // the first sweep may take the fast path
   bool pays;  // tokens pay a penalty on their own log-ratios
   bool opens;  // a fast-path tile may be under open gates: the token gate is a clip, and the loss A e^z
   bool weighs;  // tokens of fast-path blocks have weights or no policy term, see hierarchy_weights.h
   bool drops;  // the tokens of a leaf have one term
-  bool fills_last;  // and their gradient is written when that through aggregates is known
-  bool keeps_ratios;  // where the gradient will be, for these tiles
+  bool fills_last;  // the gradient of such tokens is written when that through aggregates is known
+  bool keeps_ratios;  // the first sweep leaves e^x in the memory of the gradient, for tiles under open gates
   OpenLoops open_loops;
   MeasureFast measure_fast;
   TokenBounds bounds;
   bool driven;  // tokens have bounds of their own
   bool carries;  // gradient flows through the aggregate of some level
-  bool by_sign;  // and through one that is not the finest
+  bool by_sign;  // gradient flows through the aggregate of a level that is not the finest
 
   TokenPlan(const Call& call, const Hierarchy& hierarchy)
       : hierarchy(hierarchy),
@@ -239,7 +239,7 @@ struct BlockGate {
     return counts;
   }
 
-  // The same of a fast-path tile, from begin to end.
+  // The same for a fast-path tile, from begin to end.
   void finish_fast(const Call& call, int64_t first, int n, const float* weights, Tile& tile, Partial& partial) const {
     // The loop stores the lanes of this row alone: the next row's gradient may be another thread's.
     float* grad = call.args.grad ? call.args.grad + first : tile.grad;

@@ -61,5 +61,5 @@ struct LogprobsBackwardArgs;
   HPO_EACH_KERNEL(HPO_DECLARE_KERNEL, isa) \
   }
 
-// bfloat16 as float32; the CPU alone has it, because its products multiply float32 only.
+// bfloat16 as float32. The CPU alone has this kernel, because matrix products there multiply float32 only.
 extern "C" int hpo_widen(const uint16_t* from, float* to, int64_t count, int64_t context);

@@ -1,4 +1,4 @@
-// Order-preserving keys of floats, and the search for the key of given rank among them.
+// Order-preserving keys of floats, and the search for the key of a rank among them.
 #pragma once
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -76,7 +76,7 @@ inline void halve(KeyRange range, Search& search) {
   search.keys = search.rest;
 }
 
-// The index-th key, in ascending order, of all searches. It is in the range.
+// The index-th key, in ascending order, of all searches; the range holds it.
 inline uint32_t find_key(Search* searches, int64_t count, KeyRange range, int64_t index, int threads) {
   while (range.span > 0) {
     int64_t keys = 0, in_lower_half = 0;

@@ -80,7 +80,7 @@ void keep_keys(const float* __restrict values, const uint8_t* __restrict mask, i
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t key = order_key(values[i]);
     const bool valid = !mask || mask[i], counts = finite_range.holds(key) & valid;
-    keys[i] = counts ? key : 0;  // which is the key of no finite value
+    keys[i] = counts ? key : 0;  // 0 is the key of no finite value
     finite += counts;
     below += counts & (key < range.low);
     errors += valid & !counts & (values[i] != -INFINITY);

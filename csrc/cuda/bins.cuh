@@ -1,4 +1,4 @@
-// Histograms of the digits of keys, and the bin of a key of given rank.
+// Histograms of the digits of keys, and the bin of the key of a rank.
 #pragma once
 #include "warp.cuh"
 

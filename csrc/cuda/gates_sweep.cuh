@@ -118,7 +118,7 @@ __device__ __forceinline__ void for_each_valid(const Gate& gate, const RowTerms&
   }
 }
 
-// The same of a vector of one.
+// The same for a vector of one.
 template <int EXTRAS, class Visit>
 __device__ __forceinline__ void for_each_valid(const Gate& gate, const RowTerms& row, const Inputs<1>& inputs,
                                                const Visit& visit) {

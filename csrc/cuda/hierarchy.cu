@@ -8,9 +8,9 @@
 // every token, and nothing is delivered.
 //
 // The launch of the sweep holds the delivery too, and the sums where tokens drop their residual or are under no level, if the
-// device holds all its blocks at once, so that grid barriers may stand between them. Of many tokens these are launches of their
-// own, because the registers of the sweep would leave them too few blocks. No bit depends on it. A call in stages has a launch
-// for each part of the delivery.
+// device holds all its blocks at once, so that grid barriers may stand between them. For many tokens these are launches of
+// their own, because the registers of the sweep would leave them too few blocks. No bit depends on it. A call in stages has a
+// launch for each part of the delivery.
 //
 // A warp takes a tile of a leaf (leaves.cuh). Sums over the tiles of a segment are sums of integers, so they have no order;
 // inside a tile the order depends on positions in the leaf. So the place and the neighbours of a leaf change no bit of its
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call)
   deliver_leaves<ENTERING>(call, leaves);
 }
 
-// The delivery under a settled gate, of a call in stages: of one that is whole the sweep has written everything.
+// The delivery under a settled gate, for a call in stages: in a whole call the sweep has written everything.
 __global__ void __launch_bounds__(kThreads, 3) deliver_settled(const Call call) {
   HPO_SHARED(Work, works, [kWarps]);
   const Leaves leaves = call.leaves(call.broken());

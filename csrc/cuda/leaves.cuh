@@ -12,7 +12,7 @@ namespace hpo {
 
 // The leaves that count, as the checking blocks tell the others.
 struct Counted {
-  int64_t* begin;  // [leaves]: of the leaves that count, where not all do
+  int64_t* begin;  // [leaves]: the begins of the leaves that count, where not all do
   int* list;  // [leaves]: these leaves
   int* count;  // how many
   int* broken;  // [blocks of the launch that checks]: whether it met a leaf that does not count
@@ -29,7 +29,7 @@ struct Counted {
 struct Leaves {
   const int64_t* begin;  // [count], ascending
   const int64_t* end;  // [leaves]
-  const int64_t* row;  // [leaves]; null: of each leaf the row of its number
+  const int64_t* row;  // [leaves]; null: leaf p is row p
   const int* list;  // [count], the leaves that count; null: all
   int leaves, count, units;
   int64_t tokens;
@@ -63,8 +63,8 @@ __device__ __forceinline__ void list_leaves(const Hierarchy& hierarchy, const Po
   if (lane() == 0) *counted.count = count;
 }
 
-// Whether some leaf does not count: all do if each is good by itself and behind its neighbour. Then the first block lists those
-// that do, alone, because whether one counts depends on all before it. Grid barriers.
+// Whether some leaf does not count: all do if each is good by itself and behind its neighbour. If some does not, one warp lists
+// the leaves that count, because whether a leaf counts depends on all before it. The call has grid barriers.
 __device__ __forceinline__ bool check_leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, const Counted& counted) {
   bool bad = false;
 #pragma unroll 1

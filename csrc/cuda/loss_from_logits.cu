@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksTogether) differentiate_loss(
   const LogprobsArgs& args = call.logits.given;
 #pragma unroll 1
   for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
-    const int64_t token = index + 1;  // that the row predicts; the last row predicts none
+    const int64_t token = index + 1;  // the row predicts this token; the last row predicts none
     if (threadIdx.x == 0) row = get_row<Type>(args, index);
     if (warp_in_block() == 1 && !is_ignored(args, index)) read_given(call.tokens.gate, token, given);
     __syncthreads();

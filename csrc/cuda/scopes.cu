@@ -73,7 +73,7 @@ __device__ __forceinline__ void visit_segment(const OrderStatisticsArgs& args, i
 #pragma unroll 1
   for (int64_t base = range[0]; base < end; base += kBinThreads) {
     const int64_t token = base + threadIdx.x;
-    const float value = token < end ? args.values[token] : 0.0f;  // which does not wait for the mask
+    const float value = token < end ? args.values[token] : 0.0f;  // this load does not wait for the mask
     visit(token, token < end && (!args.mask || args.mask[token]), value);
   }
   __syncthreads();

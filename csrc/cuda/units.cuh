@@ -55,7 +55,7 @@ struct RowSpan {
   bool ascending;
 };
 
-// Of the tokens [begin, end). A whole warp calls this.
+// The rows of the tokens [begin, end). A whole warp calls this.
 __device__ __forceinline__ RowSpan span_of(const Pack& pack, int64_t begin, int64_t end) {
   RowSpan rows = {0, 0, true};
   rows.first = find_row(pack, begin, rows.ascending);

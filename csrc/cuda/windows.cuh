@@ -7,7 +7,7 @@
 
 namespace hpo {
 
-constexpr int kWindowThreads = 1024;    // and tokens of a block
+constexpr int kWindowThreads = 1024;  // of a block, each with a token
 
 // The window of one token, cut by its row to `length` positions from `low`. `exists`: the token is in a row.
 struct Window {

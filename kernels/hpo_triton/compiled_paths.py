@@ -163,7 +163,7 @@ def _correction(
     spec = CorrectionSpec(statistic, reduction, action, of_segments, False, (-0.1, -0.1), (0.1, 0.1))
     inputs = _leaves(_masked(), TWO[: int(of_segments)])._replace(token_weight=_floats(TOKENS))
     name = f"correction: {statistic.name} {reduction.name if of_segments else 'TOKEN'} {action.name}"
-    if in_loss:  # whose log-ratios say which tokens count
+    if in_loss:  # the log-ratios of the loss decide which tokens count
         inputs = inputs._replace(correction_second=_floats(TOKENS), ref_logp=_floats(TOKENS))
         name = f"{name}, in a loss"
     return name, lambda: corrections.correction(inputs, spec)

@@ -134,7 +134,7 @@ def _deliver_gradient(
         if STEP == ADD:
             for block in range(program, tl.cdiv(slots, FLOWS), programs):
                 add_flows(flows, tables, block, leaves, slots, ROUTINGS, DEPTH, CHANNELS)
-            if program == programs - 1:  # which has the fewest blocks
+            if program == programs - 1:  # the last program has the fewest blocks
                 total(sums, seen, loss, metrics, summed, rows)
         else:
             if STEP > FIRST:

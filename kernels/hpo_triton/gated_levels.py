@@ -23,7 +23,7 @@ SELF = tl.constexpr(int(Routing.SELF))
 SUM = tl.constexpr(int(Aggregate.SUM))
 LOG_MEAN_EXP = tl.constexpr(int(Aggregate.LOG_MEAN_EXP))
 
-# The gated levels of a leaf by kind, 2 channel + (the advantage is negative). A side is 1 below, 2 above or 3.
+# The gated levels of a leaf by kind, 2 channel + (the advantage is negative). A side is 1 below, 2 above, 3 both.
 GATED = tl.constexpr(64)  # leaves of one block
 KINDS = tl.constexpr(4)
 GATED_FIELDS = tl.constexpr(5)
@@ -194,7 +194,7 @@ def add_children(
     tables, block, leaves, LEVEL: tl.constexpr, AGGREGATE: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
     """Adds a block of finer segments with tokens, of the given AGGREGATE, to those of a balanced level. A segment's
-    number is that of its first leaf, which has its parent; this exists, whatever the ancestors are."""
+    number is that of its first leaf, whose ancestor is the parent: the leaf exists, whatever the ancestors are."""
     segment = block * GATED + tl.arange(0, GATED).to(tl.int64)
     exists = segment < leaves
     segments, parent = tables.segments, segment

@@ -46,7 +46,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **structure: Any) -> Non
     """
     launches[kernel.fn.__name__] += 1
     options = {"num_warps": WARPS, **structure, "enable_fp_fusion": False}
-    if amd:  # whose waves have 64 threads, and whose compiler refuses a bound on registers
+    if amd:  # waves of AMD have 64 threads, and its compiler refuses a bound on registers
         options["num_warps"] = max(options["num_warps"] // 2, 1)
         options.pop("maxnreg", None)
     if compiled is not None:

@@ -83,7 +83,7 @@ def _inspect(given, leaf, leaves, rows, tokens, DEPTH: tl.constexpr):
 
 @triton.jit
 def _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH: tl.constexpr):
-    """Copies leaves as if they were good, and marks the block where one is not, or not behind the one before it."""
+    """Copies leaves as if they were good, and marks the block if one is not good, or not behind the one before it."""
     leaf = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)
     exists = leaf < leaves
     read = _inspect(given, leaf, leaves, rows, tokens, DEPTH)

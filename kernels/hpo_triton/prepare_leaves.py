@@ -128,7 +128,7 @@ def _prepare_leaves(
     coefficients,  # [slots, 2] float64, by the sign of the advantage, where the gradient is known
     gated_levels,  # [P, GATED_FIELDS, KINDS] float32, or None
     slope_differences,  # [P, DEPTH, KINDS] float64, or None: the slope of a level less that of the finer one
-    grad,  # set to 0, as are the next two: tokens outside of all leaves keep that
+    grad,  # set to 0, as are the next two: tokens outside of all leaves keep the 0
     token_loss,
     seen,
     pre,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 TILE = tl.constexpr(1024)
-ROWS = tl.constexpr(1024)  # of which a program looks at the offsets at once
+ROWS = tl.constexpr(1024)  # the number of rows whose offsets a program reads at once
 SLOT = tl.constexpr(64)  # tokens
 SLOTS = tl.constexpr(16)  # of one program
 

@@ -17,7 +17,7 @@ from .rows import row_range
 
 # Tokens of one step. Segments are short, and the interpreter's histogram takes them one by one.
 STEP = tl.constexpr(256 if INTERPRETED else 1024)
-PROGRAMS = tl.constexpr(512)  # whose ties are added up at once
+PROGRAMS = tl.constexpr(512)  # the number of programs whose ties are added up at once
 
 
 @triton.jit

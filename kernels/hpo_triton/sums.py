@@ -29,7 +29,7 @@ STRAIGHT_THROUGH = tl.constexpr(int(KLGradient.STRAIGHT_THROUGH))
 ROWS, LOSS, LOG_RATIO_MIN, LOG_RATIO_MAX = (
     tl.constexpr(list(SLOTS).index(name)) for name in ("rows", "loss", "log_ratio_min", "log_ratio_max")
 )
-PROGRAMS, ROWS_AT_ONCE = tl.constexpr(64), tl.constexpr(4096)  # that `total` reads together
+PROGRAMS, ROWS_AT_ONCE = tl.constexpr(64), tl.constexpr(4096)  # the numbers of them that `total` reads together
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 # ------------------------------------------------------------------------------------------------------------- terms

@@ -114,7 +114,7 @@ def through_pre(flow, x, negative, pre):
 
 @triton.jit
 def _exponent(x, SPLIT: tl.constexpr):
-    """The log-ratio as it enters its channel: that of falling ones takes it with its sign turned."""
+    """The log-ratio as it enters its channel: the channel of falling log-ratios takes it with its sign turned."""
     saturated = clamp(x, -EXPONENT_SATURATION, EXPONENT_SATURATION)
     return tl.abs(saturated) if SPLIT else saturated
 
@@ -172,7 +172,7 @@ def _head_term(negative, number, z, x, a, kept, logp, target, HEAD: tl.constexpr
         slope = ratio * tl.fma(pull, z, -a)
     elif HEAD == SIGMOID:
         t = clamp(number * (ratio - 1.0), -87.0, 87.0)
-        e = tl.where(tl.abs(t) < 87.0, exp(-tl.abs(t)), 0.0)  # of a huge ratio nothing may be left
+        e = tl.where(tl.abs(t) < 87.0, exp(-tl.abs(t)), 0.0)  # 0 for a huge ratio
         both = 1.0 + e
         loss = -(a * tl.div_rn(zero + 4.0, number) * tl.div_rn(tl.where(t < 0.0, e, 1.0), both))
         slope = linear * tl.div_rn(4.0 * e, both * both)
@@ -202,7 +202,7 @@ def _head_term(negative, number, z, x, a, kept, logp, target, HEAD: tl.constexpr
     elif HEAD == CENSORED:
         deviation = _deviation_of(x, ratio)
         left = deviation.size + z
-        some = left >= 0.0  # of 0 there is nothing left, but its derivative
+        some = left >= 0.0  # a rest of 0 adds nothing to the loss, but has a derivative
         loss = -(a * (1.0 + deviation.sign * tl.where(some, left, 0.0)))
         slope, direct = tl.where(some, -(a * deviation.sign), 0.0), tl.where(some, linear, 0.0)
     return HeadTerm(loss, slope, direct)

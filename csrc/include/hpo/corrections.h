@@ -5,7 +5,7 @@
 
 namespace hpo {
 
-// A K3 may be e^20, of which sums in fixed point (see to_fixed) would hold few: whole multiples of this are counted apart.
+// A K3 may be e^20, and sums in fixed point (see to_fixed) hold few such numbers: whole multiples of kCoarse are counted apart.
 constexpr float kCoarse = 2048.0f;
 
 // The sums of a leaf or a segment over its valid tokens, in any order: sums are integers.
@@ -33,8 +33,8 @@ struct Reduced {
   }
 };
 
-// A segment in integers, of which the sums count, or the maxima of keys, which are above 0, where an extremum is sought: valid
-// tokens, and these.
+// The integers of a segment: valid tokens, and two sums; where an extremum is sought, the largest key of its tokens and 0. Keys
+// are above 0.
 constexpr int kWords = 3;
 
 HPO_INLINE bool is_extremum(Reduction reduction) { return reduction == Reduction::min || reduction == Reduction::max; }

@@ -57,8 +57,8 @@ HPO_INLINE F policy_value(F a, F ratio) {
   return -a * ratio;  // at ratio 1 this is -a to the bit: the on-policy promise
 }
 
-// A log-probability may be as low as numbers go: of heads that multiply by it the loss of a token saturates here, so that eight
-// of them fit a float. The derivative is kept.
+// A log-probability may be as low as numbers go: the loss of a token under a head that multiplies by it saturates here, so that
+// eight of them fit a float. The derivative is kept.
 constexpr float kScoreSaturation = 2e37f;
 
 template <class F>
@@ -66,7 +66,7 @@ HPO_INLINE F scored(F loss) {
   return clamp(loss, all<F>(-kScoreSaturation), all<F>(kScoreSaturation));
 }
 
-// Within it k3 and its derivative take no exponential.
+// k3 and its derivative take no exponential where s is within this of 0.
 constexpr float kNearReference = 0.5f;
 
 // The reference penalty beta * k(s), s = logp - ref_logp, and its derivative in logp; x is the policy's own log-ratio. A
@@ -103,7 +103,8 @@ HPO_INLINE F penalty_share(F weight, F kl_weight) {
   return clamp(weight * kl_weight, all<F>(-FLT_MAX), all<F>(FLT_MAX));
 }
 
-// Beyond it a gamma gate is far below -kSaturation anyway, and infinite it would be 0 * inf = NaN where nothing flows.
+// The bound of u in a gamma gate, which is far below -kSaturation there. An infinite gate would be 0 * inf = NaN where no
+// gradient flows.
 constexpr double kGammaSaturation = 80.0;
 
 // The gate of a level on the residual u of a segment with n tokens.
@@ -112,7 +113,7 @@ struct Residual {
   int32_t side;  // -1: below its lower bound, 1: above the upper one
 };
 
-// 1 between the bounds, else 0; on the host without a branch, which half of the leaves may take.
+// 1 between the bounds, else 0; on the host without a branch, because half of the leaves may take one.
 HPO_INLINE double slope_within(int32_t side) {
 #if defined(__CUDA_ARCH__)
   return side == 0 ? 1.0 : 0.0;

@@ -21,7 +21,7 @@ class LaunchCounter {
 
   void add() { launches_.fetch_add(1, std::memory_order_relaxed); }
 
-  // Launches since the module was loaded by kernel name, all specialisations of a template together.
+  // Launches since the module was loaded, by kernel name, all specialisations of a template together.
   static std::map<std::string, int64_t> all() {
     return by([](const LaunchCounter& counter) { return name(counter.kernel_); });
   }

@@ -59,11 +59,11 @@ HPO_INLINE F pre_gate_slope(const TermNumbers& numbers, Head head, typename Numb
   return deviation_of(x, ratio).sign * ratio;
 }
 
-// Where exponentials of log-ratios are added up, these stay within it: no token outweighs a sum, and e^7.5 < 2048 leaves as
-// much room as deviations have.
+// The bound of log-ratios whose exponentials are added up: no token outweighs a sum, and e^7.5 < 2048 leaves as much room as
+// deviations have.
 constexpr float kExponentSaturation = 7.5f;
 
-// The log-ratio as it enters its channel: that of falling ones takes it with its sign turned.
+// The log-ratio as it enters its channel: the channel of falling log-ratios takes it with its sign turned.
 template <class F>
 HPO_INLINE F exponent(bool split, F x) {
   const F saturated = clamp(x, all<F>(-kExponentSaturation), all<F>(kExponentSaturation));
@@ -97,8 +97,8 @@ HPO_INLINE float saturation_of(Head head) {
 // The implied policy of a negative-aware head divides the ratio by 1 - target, which may be 2^-24.
 constexpr float kImpliedSaturation = 68719476736.0f;
 
-// Whether a ratio can be compared with the target; that of a negative-aware head is a success rate, and no answer is wrong
-// where it is 1.
+// Whether a ratio can be compared with the target. The target of a negative-aware head is a success rate: where it is 1 no
+// answer is wrong.
 HPO_INLINE bool is_target(Head head, bool negative, float target) {
   if (head == Head::negative_aware && negative) return target >= 0.0f && target < 1.0f;
   return target >= -FLT_MAX && target <= FLT_MAX;
@@ -132,7 +132,7 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
     const F own = ratio_of(x);
     const Deviation<F> deviation = deviation_of(x, own);
     const F left = deviation.size + z;
-    const auto some = N::mask(left >= zero);  // of 0 there is nothing left, but its derivative
+    const auto some = N::mask(left >= zero);  // a rest of 0 adds nothing to the loss, but has a derivative
     return {-(a * (one + deviation.sign * (some ? left : zero))), some ? -(a * deviation.sign) : zero,
             some ? -(a * own) : zero};
   }
@@ -146,7 +146,7 @@ HPO_INLINE HeadTerm<F> head_term(Head head, typename Number<F>::Int negative, F 
   }
   if (head == Head::sigmoid) {
     const F t = clamp(number * (ratio - one), all<F>(-87.0f), all<F>(87.0f)), down = t < zero ? t : -t;
-    const F e = down > all<F>(-87.0f) ? exp(down) : zero, sum = one + e;  // of a huge ratio nothing may be left
+    const F e = down > all<F>(-87.0f) ? exp(down) : zero, sum = one + e;  // 0 for a huge ratio
     const F p = (t < zero ? e : one) / sum;
     return {-(a * (4.0f / number) * p), linear * (4.0f * e / (sum * sum)), zero};
   }

@@ -221,7 +221,7 @@ MUTANTS = {
     ),
     "cuda: gradients of tiles are added before the largest is known": Mutant(
         "cuda_emulated", "cuda/hierarchy_sweep.cuh",
-        "sync_grid();\n      couple_segments(call, leaves);", "couple_segments(call, leaves);",
+        "sync_grid();\n      add_aggregate_grads(call, leaves);", "add_aggregate_grads(call, leaves);",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["four levels, through, whole"]},
     ),
     "cuda: a sweep delivers before all terms of a gradient are added": Mutant(

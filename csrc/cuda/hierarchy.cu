@@ -29,7 +29,7 @@ namespace {
 template <int ENTERING>
 __global__ void __launch_bounds__(kThreads, 4) deliver_gradient(const Call call) {
   const Leaves leaves = call.leaves(call.broken());
-  if (call.does(Stage::reduce_grad)) couple_segments(call, leaves);
+  if (call.does(Stage::reduce_grad)) add_aggregate_grads(call, leaves);
   if (!call.does(Stage::broadcast_grad)) return;
   if (call.hierarchy.stage == Stage::whole) sync_grid();
   deliver_leaves<ENTERING>(call, leaves);

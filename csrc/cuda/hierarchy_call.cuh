@@ -13,7 +13,7 @@ struct Workspace {
   int64_t* segments;  // [..][kWords]
   uint64_t* largest;  // [..][channel]: the largest magnitude of a tile's gradient in the aggregate, the bits of a double
   int64_t* aggregate_grad;  // [..][channel]: the sum of the gradients of tiles, in steps that `largest` fixes
-  double* aggregate_grads;  // [units][kLevelChannels]
+  double* tile_grads;  // [units][kLevelChannels]: the gradient of a tile in each aggregate
   double* partials;  // [blocks][kMetrics]
   int* seen;  // [rows]: 1 where a valid token was met
   unsigned* ticket;  // blocks of the sweep that are done
@@ -24,7 +24,7 @@ struct Workspace {
     placement.take(segments, kMostLevels * leaves * kWords);
     placement.take(largest, kMostLevels * leaves * 2);
     placement.take(aggregate_grad, kMostLevels * leaves * 2);
-    placement.take(aggregate_grads, units_of(tokens, leaves) * kLevelChannels);
+    placement.take(tile_grads, units_of(tokens, leaves) * kLevelChannels);
     placement.take(partials, kMaxBlocks * kMetrics);
     placement.take(seen, rows);
     placement.take(ticket, 1);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void add_over_segments(const Call& call, const Leaves
   for_each_unit(leaves, [&](int index, const LeafUnit& unit) {
     if (!adds) return;
     const int64_t place = place_of(unit.leaf);
-    const double mine = call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()];
+    const double mine = call.workspace.tile_grads[int64_t(index) * kLevelChannels + lane()];
     accumulator.add(call.workspace.aggregate_grad + place, in_steps(mine, int64_t(call.workspace.largest[place])));
   });
   accumulator.flush();

@@ -4,7 +4,7 @@
 
 namespace hpo {
 
-// A lane has a level and a channel, as in Workspace::aggregate_grads.
+// A lane has a level and a channel, as in Workspace::tile_grads.
 struct LevelChannel {
   int level, channel;
   bool open;  // gradient goes through the aggregate there
@@ -18,8 +18,8 @@ struct LevelChannel {
   __device__ __forceinline__ int64_t at(const Call& call, int leaf) const { return call.segment_of(level, leaf) * 2 + channel; }
 };
 
-// The gradients of tiles in aggregates, added over segments.
-__device__ __forceinline__ void couple_segments(const Call& call, const Leaves& leaves) {
+// Adds the gradients of tiles in aggregates over the segments.
+__device__ __forceinline__ void add_aggregate_grads(const Call& call, const Leaves& leaves) {
   const LevelChannel level_channel(call);
   add_over_segments(call, leaves, level_channel.open, [&](int leaf) { return level_channel.at(call, leaf); });
 }

@@ -10,10 +10,10 @@ __device__ __forceinline__ Leaves prepare(const Call& call) {
   const Hierarchy& hierarchy = call.hierarchy;
   const Workspace& workspace = call.workspace;
   const int64_t segments = hierarchy.depth * hierarchy.leaves;
-  const int64_t coupled = call.carries || hierarchy.stage != Stage::whole ? segments : 0;  // in stages the caller reads them
+  const int64_t with_grads = call.carries || hierarchy.stage != Stage::whole ? segments : 0;  // in stages the caller reads them
   clear(workspace.segments, segments * kWords);
-  clear(workspace.largest, coupled * 2);
-  clear(workspace.aggregate_grad, coupled * 2);
+  clear(workspace.largest, with_grads * 2);
+  clear(workspace.aggregate_grad, with_grads * 2);
   clear(workspace.seen, args.rows);
   if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
   return call.leaves(check_leaves(hierarchy, args, workspace.counted));
@@ -156,7 +156,7 @@ __device__ __forceinline__ void sum_settled(const Call& call) {
     const int64_t segment = call.segment_of(0, unit.leaf);
     accumulator.add(workspace.segments + segment * kWords + lane(), lane() == 0 ? sums.valid : sums.fixed);
     const double mine = lane() == 0 ? sums.coefficient[0] : sums.coefficient[1];
-    workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()] = mine;
+    workspace.tile_grads[int64_t(index) * kLevelChannels + lane()] = mine;
     raise(workspace.largest + segment * 2 + lane(), mine);
   });
   accumulator.flush();

@@ -181,12 +181,12 @@ __device__ __forceinline__ void sweep_tile(const Call& call, const Work& work, H
 }
 
 // Stores a tile's gradients in the aggregates above it, and raises the largest magnitudes of these.
-__device__ __forceinline__ void add_aggregate_grad(const Call& call, const LevelChannel& level_channel, int index,
-                                                   const Work& work, double share) {
+__device__ __forceinline__ void store_tile_grads(const Call& call, const LevelChannel& level_channel, int index,
+                                                 const Work& work, double share) {
   const Flow flow = sum_flow(share);
   if (!level_channel.open) return;
   const double mine = grad_into_aggregate(work.slopes, level_channel.level, level_channel.channel, flow);
-  call.workspace.aggregate_grads[int64_t(index) * kLevelChannels + lane()] = mine;
+  call.workspace.tile_grads[int64_t(index) * kLevelChannels + lane()] = mine;
   raise(call.workspace.largest + level_channel.at(call, work.unit.leaf), mine);
 }
 
@@ -235,14 +235,14 @@ __global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 
     begin_work<GATE>(call, unit, work);
     sweep_tile<REFERENCE, EXTRAS, GATE>(call, work, stage + (GATE == kSettledGate ? 0 : warp_in_block() * kStageSize), places,
                                         events, totals, share);
-    if (GATE != kSettledGate && call.carries) add_aggregate_grad(call, LevelChannel(call), index, work, share);
+    if (GATE != kSettledGate && call.carries) store_tile_grads(call, LevelChannel(call), index, work, share);
   });
   double* const partials = call.workspace.partials;
   store_block(totals, warps, events, partials + int64_t(blockIdx.x) * kMetrics);
   if constexpr (GATE != kSettledGate) {
     if (call.together && call.carries) {
       sync_grid();
-      couple_segments(call, leaves);
+      add_aggregate_grads(call, leaves);
       sync_grid();
       deliver_leaves<GATE == kTermGate ? kTerm : kLogRatio>(call, leaves);
     }

@@ -99,7 +99,7 @@ __device__ __forceinline__ void reduce_leaves(const Call& call, const Leaves& le
     int64_t* const word = call.words_of(unit.leaf) + lane();
     const int64_t mine = word_of(reduced, lane(), reduction);
     if (lane() == 0 || !is_extremum(reduction)) return accumulator.add(word, mine);
-    if (load_relaxed(word) < mine) atomicMax(word, mine);  // it only grows: few get past the question
+    raise(word, mine);
   });
   accumulator.flush();
 }

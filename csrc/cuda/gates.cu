@@ -51,11 +51,6 @@ __device__ __forceinline__ bool sweep_tile(const Call& call, const Unit& unit, T
   return tile.has_valid();
 }
 
-__device__ __forceinline__ void clear_token(const PolicyLossArgs& args, int64_t token) {
-  if (args.grad) args.grad[token] = 0.0f;
-  if (args.token_loss) args.token_loss[token] = 0.0f;
-}
-
 // Gradient 0 for tokens of no row among kTile tokens, counted from the first of the pack.
 __device__ __forceinline__ void clear_tile(const Gate& gate, int tile) {
   const Pack pack = gate.pack();

@@ -72,6 +72,12 @@ struct Gate {
   }
 };
 
+// Writes the results of a token of no row or leaf.
+__device__ __forceinline__ void clear_token(const PolicyLossArgs& args, int64_t token) {
+  if (args.grad) args.grad[token] = 0.0f;
+  if (args.token_loss) args.token_loss[token] = 0.0f;
+}
+
 // All zero before they are read: a register that only some paths write would be kept for it on every path.
 template <int WIDTH>
 struct Inputs {

@@ -89,6 +89,12 @@ __device__ __forceinline__ T block_max(T value) {
   return value;
 }
 
+// Raises a number in memory that only grows, for which most calls need no atomic.
+template <class T>
+__device__ __forceinline__ void raise(T* largest, T value) {
+  if (load_relaxed(largest) < value) atomicMax(largest, value);
+}
+
 template <class T>
 __device__ __forceinline__ void fill(T* array, int64_t count, T value) {
 #pragma unroll 1

@@ -248,7 +248,7 @@ class WarpAtomic {
   template <class T>
   __device__ __forceinline__ void raise(T Record::* field, T value) const {
     for (int step = kWarp / 2; alike_ && step > 0; step /= 2) value = max(value, __shfl_xor_sync(kFullWarp, value, step));
-    if (gives_ && load_relaxed(&(to_->*field)) < value) atomicMax(&(to_->*field), value);  // a field only grows
+    if (gives_) hpo::raise(&(to_->*field), value);
   }
 
  private:

@@ -133,12 +133,6 @@ __device__ __forceinline__ SettledSums sum_settled_tile(const Gate& gate, const 
   return {warp_sum(valid), warp_total(sum), {coefficient[0], coefficient[1]}};
 }
 
-// Raises the largest magnitude, which only grows: few get past the question.
-__device__ __forceinline__ void raise(uint64_t* largest, double value) {
-  const uint64_t magnitude = uint64_t(magnitude_of(value));
-  if (load_relaxed(largest) < magnitude) atomicMax(largest, magnitude);
-}
-
 // The coefficients of tiles, added over segments. Lanes 0 and 1 each take a sign of the advantage, which is the channel here.
 __device__ __forceinline__ void add_coefficients(const Call& call, const Leaves& leaves) {
   add_over_segments(call, leaves, lane() < 2, [&](int leaf) { return call.segment_of(0, leaf) * 2 + lane(); });
@@ -157,7 +151,7 @@ __device__ __forceinline__ void sum_settled(const Call& call) {
     accumulator.add(workspace.segments + segment * kWords + lane(), lane() == 0 ? sums.valid : sums.fixed);
     const double mine = lane() == 0 ? sums.coefficient[0] : sums.coefficient[1];
     workspace.tile_grads[int64_t(index) * kLevelChannels + lane()] = mine;
-    raise(workspace.largest + segment * 2 + lane(), mine);
+    raise(workspace.largest + segment * 2 + lane(), uint64_t(magnitude_of(mine)));
   });
   accumulator.flush();
   if (call.hierarchy.stage != Stage::whole) return;  // an exchange sees the largest first

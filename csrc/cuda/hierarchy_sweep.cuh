@@ -22,8 +22,7 @@ __device__ __forceinline__ void clear_gaps(const PolicyLossArgs& args, const Lea
       const int64_t begin = __shfl_sync(kFullWarp, from, source), end = __shfl_sync(kFullWarp, to, source);
 #pragma unroll 1
       for (int64_t token = begin + lane(); token < end; token += kWarp) {
-        if (args.grad) args.grad[token] = 0.0f;
-        if (args.token_loss) args.token_loss[token] = 0.0f;
+        clear_token(args, token);
       }
     }
   }
@@ -187,7 +186,7 @@ __device__ __forceinline__ void store_tile_grads(const Call& call, const LevelCh
   if (!level_channel.open) return;
   const double mine = grad_into_aggregate(work.slopes, level_channel.level, level_channel.channel, flow);
   call.workspace.tile_grads[int64_t(index) * kLevelChannels + lane()] = mine;
-  raise(call.workspace.largest + level_channel.at(call, work.unit.leaf), mine);
+  raise(call.workspace.largest + level_channel.at(call, work.unit.leaf), uint64_t(magnitude_of(mine)));
 }
 
 // Whether three blocks fit on a multiprocessor without spilled registers; else two do.

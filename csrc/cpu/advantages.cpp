@@ -46,7 +46,7 @@ struct Workspace {
   Arena arena;
   Group* groups;  // [dense_limit(units)]
   int64_t* keys;  // [1 << hash_bits(units)], the id at a place of the hash table
-  int64_t* owned;  // [1 << hash_bits(units)], the number of its group
+  int64_t* group_of_key;  // [1 << hash_bits(units)], the number of the group of that id
   int64_t* numbers;  // [units], the number of each unit's group by the hash table
   int64_t* codes;  // [units], see encode
   Shares* shares;  // [units], sums over the terms so far; empty with one term
@@ -57,7 +57,7 @@ struct Workspace {
   Workspace(void* base, int64_t units, int32_t terms) : arena(base) {
     groups = arena.take<Group>(dense_limit(units));
     keys = arena.take<int64_t>(int64_t(1) << hash_bits(units));
-    owned = arena.take<int64_t>(int64_t(1) << hash_bits(units));
+    group_of_key = arena.take<int64_t>(int64_t(1) << hash_bits(units));
     numbers = arena.take<int64_t>(units);
     codes = arena.take<int64_t>(units);
     shares = arena.take<Shares>(terms > 1 ? units : 0);
@@ -86,7 +86,7 @@ uint64_t scattered(int64_t id) {
 int64_t number_by_hash(const int64_t* ids, int64_t count, const Workspace& space) {
   const int bits = hash_bits(count);
   const int64_t places = int64_t(1) << bits;
-  int64_t *keys = space.keys, *owned = space.owned, *numbers = space.numbers;
+  int64_t *keys = space.keys, *group_of_key = space.group_of_key, *numbers = space.numbers;
   for (int64_t place = 0; place < places; ++place) keys[place] = kNoGroup;
   int64_t groups = 0;
   for (int64_t unit = 0; unit < count; ++unit) {
@@ -97,9 +97,9 @@ int64_t number_by_hash(const int64_t* ids, int64_t count, const Workspace& space
     while (keys[place] != id && keys[place] != kNoGroup) place = (place + 1) & uint64_t(places - 1);
     if (keys[place] == kNoGroup) {
       keys[place] = id;
-      owned[place] = groups++;
+      group_of_key[place] = groups++;
     }
-    numbers[unit] = owned[place];
+    numbers[unit] = group_of_key[place];
   }
   return groups;
 }
@@ -199,6 +199,10 @@ void sum_groups(const GroupTerm& term, const int64_t* __restrict codes, int64_t 
   if (current >= 0) groups[current >> 1].totals.sums = sums;
 }
 
+void sum_groups(const GroupTerm& term, const int64_t* codes, int64_t count, Group* groups) {
+  (term.weights ? sum_groups<true> : sum_groups<false>)(term, codes, count, groups);
+}
+
 void sum_absolute(const GroupTerm& term, const int64_t* codes, int64_t count, Group* groups) {
   for (int64_t unit = 0; unit < count; ++unit) {
     if (codes[unit] < 0) continue;
@@ -219,7 +223,7 @@ void map_groups(const GroupNormaliseArgs& args, const GroupTerm& term, const Num
   const double batch_deviation = batch_scale ? deviation(all_members, term.ddof) : 0.0;
   for (int64_t group = 0; group < numbering.groups; ++group) groups[group].totals = {};
   if (!term.ids) groups[0].totals.sums = all_members;
-  else (term.weights ? sum_groups<true> : sum_groups<false>)(term, codes, args.units, groups);
+  else sum_groups(term, codes, args.units, groups);
   if (term.scale == Scale::absolute) sum_absolute(term, codes, args.units, groups);
 
   const GroupTerm rule = term;
@@ -295,19 +299,19 @@ void group_statistics(const GroupStatisticsArgs& args, int threads) {
   Extremes* extremes = space.extremes;
   for (int64_t group = 0; group < numbering.groups; ++group) space.groups[group].totals = {}, extremes[group] = {};
   if (!term.ids) space.groups[0].totals.sums = sum_all_members(term, space.codes, args.units);
-  else (term.weights ? sum_groups<true> : sum_groups<false>)(term, space.codes, args.units, space.groups);
+  else sum_groups(term, space.codes, args.units, space.groups);
   for (int64_t unit = 0; unit < args.units; ++unit) {
     if (space.codes[unit] >= 0) extremes[space.codes[unit] >> 1].add(args.values[unit]);
   }
   for_each_range(args.units, threads, [&](int64_t first, int64_t end) {
     for (int64_t unit = first; unit < end; ++unit) {
       const int64_t number = numbering.numbers ? numbering.numbers[unit] : 0;
-      double numbers[6] = {};
+      double statistics[6] = {};
       if (number >= numbering.smallest && number - numbering.smallest < numbering.groups) {  // an id < 0 may be far below
         const int64_t group = number - numbering.smallest;
-        put_statistics(space.groups[group].totals.sums, extremes[group].least, extremes[group].greatest, numbers);
+        put_statistics(space.groups[group].totals.sums, extremes[group].least, extremes[group].greatest, statistics);
       }
-      for (int i = 0; i < 6; ++i) args.statistics[i * args.units + unit] = numbers[i];
+      for (int i = 0; i < 6; ++i) args.statistics[i * args.units + unit] = statistics[i];
     }
   });
 }

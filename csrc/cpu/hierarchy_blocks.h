@@ -187,7 +187,7 @@ struct Sweeps {
         classify_masks(block, scratch);
         write_alike(block, result.own_gradient, 0.0f, scratch);
       }
-      write_token_losses_alike(block, leaf, scratch);
+      write_token_losses(block, leaf, scratch);
       return pay_reference(block, scratch, partial);
     }
     const OpenLevels levels = open_levels(block, leaf, fast);
@@ -205,7 +205,7 @@ struct Sweeps {
                      Flow& flow) const {
     FlowLanes lanes;
     const BlockGate gate = {plan, leaf, block.row, scratch.terms, lanes};
-    if (fast && call.args.token_loss) write_token_losses(block, gate, scratch);
+    if (fast) write_token_losses(block, leaf, scratch);
     for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
       if (fast) {
         const Masked masked = masked_tokens_of(block, at, n);
@@ -226,7 +226,10 @@ struct Sweeps {
   }
 
   // The losses of a fast-path block's tokens, in a pass of their own that changes no bit of the sums and the gradient.
-  void write_token_losses(const Block& block, const BlockGate& gate, Scratch& scratch) const {
+  void write_token_losses(const Block& block, const LeafGate& leaf, Scratch& scratch) const {
+    if (!call.args.token_loss) return;
+    FlowLanes lanes;  // not read
+    const BlockGate gate = {plan, leaf, block.row, scratch.terms, lanes};
     for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
       scratch.whole.set(block.row, 0, n);
       load(call, at, n, scratch.whole, scratch.tile, scratch.counted);
@@ -304,12 +307,6 @@ struct Sweeps {
     });
   }
 
-  void write_token_losses_alike(const Block& block, const LeafGate& leaf, Scratch& scratch) const {
-    if (!call.args.token_loss) return;
-    FlowLanes lanes;
-    write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
-  }
-
   // Loss and gradient of a block that is counted.
   void write(const Block& block, const LeafGate& leaf, const AggregateGrad& aggregate_grad, Scratch& scratch,
              Partial& partial) const {
@@ -327,9 +324,7 @@ struct Sweeps {
         write(masked, at, begin, end, nullptr);
       });
     }
-    if (!args.token_loss) return;
-    FlowLanes lanes;
-    write_token_losses(block, BlockGate{plan, leaf, block.row, scratch.terms, lanes}, scratch);
+    write_token_losses(block, leaf, scratch);
   }
 
   // The third sweep: the gradient that arrives through aggregates. Where nothing saturated, the gradient written before stands;

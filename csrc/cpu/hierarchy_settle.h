@@ -48,7 +48,7 @@ inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const L
       sweeps.count_alike(blocks[i], tokens[i], values[i], scratch, partial, result(i), leaves[i].flow);
     for (int i = 0; i < count; ++i) {
       sweeps.write_alike(blocks[i], leaves[i].own_gradient, aggregate_grad(i).rising, scratch);
-      sweeps.write_token_losses_alike(blocks[i], leaves[i].gate, scratch);
+      sweeps.write_token_losses(blocks[i], leaves[i].gate, scratch);
     }
     return;
   }

@@ -72,9 +72,9 @@ Reduced reduce_tile(const Compared& from, const uint8_t* mask, int64_t begin, in
   for_each_statistic<kStatistic>(from, mask, begin, n, [&](int, int part, Floats v, Mask known) HPO_INSIDE {
     valid.add(known);
     smallest = smaller_where(known, v, smallest), largest = larger_where(known, v, largest);
-    const Floats counted = keep_if(known, v);
-    fixed.add(part, all_lanes(), rounded(beyond_integer(counted) * float(kFixedPoint)));
-    about[part] += counted;
+    const Floats kept = keep_if(known, v);
+    fixed.add(part, all_lanes(), rounded(beyond_integer(kept) * float(kFixedPoint)));
+    about[part] += kept;
   });
   Reduced reduced;
   for (int lane = 0; lane < kWidth; ++lane) {

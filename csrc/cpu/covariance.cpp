@@ -13,8 +13,8 @@ namespace {
 
 HPO_INLINE Mask is_finite(Floats x) { return less(Floats(Ints(x) & INT32_MAX), all<Floats>(INFINITY)); }
 
-// The advantages of the tokens of a row.
-struct OfRow {
+// The advantages of the tokens of one row.
+struct AdvantageOfRow {
   const Floats value;
 
   template <bool kWhole>
@@ -23,8 +23,8 @@ struct OfRow {
   }
 };
 
-// Those of any tokens.
-struct OfTokens {
+// The advantages of tokens of any rows.
+struct AdvantagesOfTokens {
   const float* values;
 
   template <bool kWhole>
@@ -47,14 +47,14 @@ void spread(const float* advantages, int n, const Segments& segments, float* of_
 // Calls body(begin, end, advantages) for the n tokens of a tile, or for those of each row.
 template <class Body>
 HPO_INLINE void with_advantages(const CovarianceArgs& args, int64_t first, int n, const Segments& segments, const Body& body) {
-  if (!args.cu_seqlens) return body(0, n, OfTokens{args.advantages + first});
+  if (!args.cu_seqlens) return body(0, n, AdvantagesOfTokens{args.advantages + first});
   if (segments.few(n)) {
-    for (const Segment& each : segments) body(each.begin, each.end, OfRow{all<Floats>(args.advantages[each.row])});
+    for (const Segment& each : segments) body(each.begin, each.end, AdvantageOfRow{all<Floats>(args.advantages[each.row])});
     return;
   }
   float of_tokens[kTile];
   spread(args.advantages, n, segments, of_tokens);
-  body(0, n, OfTokens{of_tokens});
+  body(0, n, AdvantagesOfTokens{of_tokens});
 }
 
 // The members among the tokens of a vector, and their numbers. A token is a member if its byte is not 0 and its two numbers
@@ -88,10 +88,10 @@ struct LaneSums {
   } lanes;
 
   template <class Advantages>
-  HPO_INLINE void add_tokens(const CovarianceArgs& args, int64_t first, int begin, int end, const Advantages& own) {
+  HPO_INLINE void add_tokens(const CovarianceArgs& args, int64_t first, int begin, int end, const Advantages& advantages) {
     auto sums = lanes;  // in registers meanwhile
     LaneCount count;
-    for_each_member(args, first, begin, end, own, [&](int, int part, Mask, auto, const Members& of) HPO_INSIDE {
+    for_each_member(args, first, begin, end, advantages, [&](int, int part, Mask, auto, const Members& of) HPO_INSIDE {
       count.add(of.mask);
       add(keep_if(of.mask, of.logp), sums.logp[part]);
       add(keep_if(of.mask, of.advantage), sums.advantages[part]);
@@ -104,8 +104,8 @@ struct LaneSums {
 
  private:
   static HPO_INLINE void add(Floats values, Doubles& sum) {
-    const Doubles own = as_doubles(values);
-    sum.low += own.low, sum.high += own.high;
+    const Doubles doubles = as_doubles(values);
+    sum.low += doubles.low, sum.high += doubles.high;
   }
 
   static double total(const Doubles (&sums)[kParts]) {
@@ -166,7 +166,7 @@ void covariance(const CovarianceArgs& args, int threads) {
     LaneSums sums;
     for_each_tile(rows, chunk, [&](int64_t first, int n, const Segments& segments) {
       with_advantages(args, first, n, segments,
-                      [&](int begin, int end, auto own) { sums.add_tokens(args, first, begin, end, own); });
+                      [&](int begin, int end, auto advantages) { sums.add_tokens(args, first, begin, end, advantages); });
     });
     of_chunk[chunk] = sums.total();
   });
@@ -179,9 +179,9 @@ void covariance(const CovarianceArgs& args, int threads) {
   const CovarianceMeans means = means_of(sums);
   parallel_for(chunks, used, [&](int64_t chunk) {
     for_each_tile(rows, chunk, [&](int64_t first, int n, const Segments& segments) {
-      with_advantages(args, first, n, segments, [&](int begin, int end, auto own) {
-        if (args.draw.old_logp) write_draws(args, means, first, begin, end, own);
-        else write_terms(args, means, first, begin, end, own);
+      with_advantages(args, first, n, segments, [&](int begin, int end, auto advantages) {
+        if (args.draw.old_logp) write_draws(args, means, first, begin, end, advantages);
+        else write_terms(args, means, first, begin, end, advantages);
       });
     });
   });

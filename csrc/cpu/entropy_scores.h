@@ -43,7 +43,7 @@ inline void score_tokens(const float* values, const uint8_t* mask, const Rows& r
 }
 
 constexpr int64_t kPart = 4096;  // scores that are read several times while they are in the first-level cache
-constexpr int64_t kAhead = 1024;  // the prefetch distance in elements
+constexpr int64_t kScoresAhead = 1024;  // loops over scores prefetch so many elements ahead
 
 inline bool all_finite(const float* values, int64_t n) {
   int32_t largest = 0;

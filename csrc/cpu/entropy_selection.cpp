@@ -100,7 +100,7 @@ PassCounts keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t*
     uint64_t from_low = 0, belong = 0;
 #pragma GCC unroll 4
     for (int part = 0; part < 4; ++part) {
-      __builtin_prefetch(scores + i + 16 * part + kAhead);
+      __builtin_prefetch(scores + i + 16 * part + kScoresAhead);
       const __m512 some = _mm512_loadu_ps(scores + i + 16 * part);
       zero = _mm512_fmadd_ps(some, _mm512_setzero_ps(), zero);
       const __mmask16 above = _mm512_cmp_ps_mask(some, low, _CMP_GE_OQ);
@@ -205,7 +205,7 @@ bool compare(const float* __restrict score, int64_t n, float threshold, uint8_t*
     uint64_t above = 0;
 #pragma GCC unroll 4
     for (int part = 0; part < 4; ++part) {
-      __builtin_prefetch(score + i + 16 * part + kAhead);
+      __builtin_prefetch(score + i + 16 * part + kScoresAhead);
       const __m512 some = _mm512_loadu_ps(score + i + 16 * part);
       zero = _mm512_fmadd_ps(some, _mm512_setzero_ps(), zero);
       const __mmask16 chosen = _mm512_cmp_ps_mask(some, _mm512_set1_ps(threshold), kStrict ? _CMP_GT_OQ : _CMP_GE_OQ);

@@ -26,7 +26,8 @@ static_assert(kNegative == kPositive << 16, "the kinds of kind_of");
 HPO_INLINE int32_t positives(int32_t sum_of_kinds) { return sum_of_kinds & (kNegative - 1); }
 HPO_INLINE int32_t negatives(int32_t sum_of_kinds) { return sum_of_kinds / kNegative; }
 
-enum Sum { kLossSum, kPenaltySum, kX, kXSquare, kDeviation, kDeviationSquare, kS, kSSquare, kK3, kEntropySum, kSums };
+// The sums of float64 lanes behind the metrics.
+enum MetricSum { kLossSum, kPenaltySum, kX, kXSquare, kDeviation, kDeviationSquare, kS, kSSquare, kK3, kEntropySum, kSums };
 
 // One task's share of the metrics. Counts go to their slots at once; sums stay in float64 lanes until the end.
 struct alignas(64) Partial {
@@ -53,7 +54,7 @@ struct alignas(64) Partial {
     extend(other.smallest, other.largest);
   }
 
-  double total(Sum sum) const {
+  double total(MetricSum sum) const {
     double all = 0.0;
     for (int lane = 0; lane < kLanes; ++lane) all += sums[sum][lane];
     return all;

@@ -5,6 +5,9 @@
 #include <immintrin.h>
 #endif
 
+#include <cstring>
+#include <type_traits>
+
 #include "hpo/math.h"
 
 namespace hpo::HPO_ISA {

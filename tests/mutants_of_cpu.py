@@ -478,7 +478,8 @@ MUTANTS = {
     ),
     "cpu: an advantage that is infinite stays on the fast path": Mutant(
         "cpu", "cpu/gates_token_inputs.h",
-        "kGiven != Given::anything && kGiven != Given::weights", "kGiven == Given::reference",
+        "kOptional != OptionalInputs::anything && kOptional != OptionalInputs::weights",
+        "kOptional == OptionalInputs::reference",
         "test_gate_paths.test_what_is_extraordinary_of_a_row_leaves_the_fast_path",
         {"name": "advantages", "value": math.inf, "gate": gates.kimi(), "lengths": (700, 348, 1000, 345, 7)},
     ),

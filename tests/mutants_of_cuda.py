@@ -317,7 +317,7 @@ MUTANTS = {
     ),
     "cuda: a row of logits has the derivative of the token before its own": Mutant(
         "cuda_emulated", "cuda/loss_from_logits.cu",
-        "read_given(call.tokens.gate, token, given)", "read_given(call.tokens.gate, index, given)",
+        "read_predicted(call.tokens.gate, token, predicted)", "read_predicted(call.tokens.gate, index, predicted)",
         "test_loss_from_logits.test_every_gate_on_tokens", {"name": "preset: ppo_clip"},
     ),
     "cuda: on-policy, the old log-probability is 0": Mutant(

@@ -35,8 +35,8 @@ inline void bind_advantages(py::module_& m) {
   m.def("group_normalise", [](GroupNormaliseArgs args, int64_t units, const py::tuple& inputs, Address advantages,
                               Address workspace, int64_t context) {
     args.units = units;
-    const auto given = [&](size_t field) { return inputs[field].cast<py::tuple>(); };
-    const py::tuple values = given(0), ids = given(1), weights = given(2);
+    const auto by_term = [&](size_t field) { return inputs[field].cast<py::tuple>(); };
+    const py::tuple values = by_term(0), ids = by_term(1), weights = by_term(2);
     for (int32_t i = 0; i < args.count; ++i) {
       args.terms[i].values = pointer<const float>(address_of(values[i]));
       args.terms[i].ids = pointer<const int64_t>(address_of(ids[i]));

@@ -99,11 +99,12 @@ bool one_for_each_row(const PolicyLossArgs& args, const Rows& rows, const RowAdv
 
 int64_t policy_loss_workspace(int64_t tokens, int64_t rows) { return Workspace(nullptr, tokens, rows).bytes; }
 
-void policy_loss(const PolicyLossArgs& given, const GateStructure& structure, const GateNumbers& numbers, int threads) {
-  const Workspace space(given.workspace, given.tokens, given.rows);
-  const Rows rows(given.cu_seqlens, given.rows, given.tokens);
-  const bool alike = one_for_each_row(given, rows, space.row_advantages, threads);
-  const PolicyLossArgs args = space.row_factors.added_to(alike ? space.row_advantages.put_into(given) : given, true, threads);
+void policy_loss(const PolicyLossArgs& caller_args, const GateStructure& structure, const GateNumbers& numbers, int threads) {
+  const Workspace space(caller_args.workspace, caller_args.tokens, caller_args.rows);
+  const Rows rows(caller_args.cu_seqlens, caller_args.rows, caller_args.tokens);
+  const bool alike = one_for_each_row(caller_args, rows, space.row_advantages, threads);
+  const PolicyLossArgs args =
+      space.row_factors.added_to(alike ? space.row_advantages.put_into(caller_args) : caller_args, true, threads);
   const Call call = {args, structure, numbers, rows};
   threads = worthwhile(threads, args.tokens + args.rows);
   std::memset(space.seen, 0, size_t(args.rows));

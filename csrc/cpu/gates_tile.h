@@ -210,8 +210,8 @@ inline void resolve_exceptions(const float* logp, const float* old_logp, const f
   for (int i = 0; i < n; ++i) {
     const LogRatio policy = log_ratio(logp[i], old_logp[i]);
     const LogRatio reference = kReference ? log_ratio(logp[i], ref_logp[i]) : LogRatio{0.0f, 0, 0};
-    const int32_t given = kind[i] != kAbsent, valid = given & (1 ^ (policy.nan | reference.nan));
-    nan += given - valid;
+    const int32_t unmasked = kind[i] != kAbsent, valid = unmasked & (1 ^ (policy.nan | reference.nan));
+    nan += unmasked - valid;
     some_infinite += valid & (policy.infinite | reference.infinite);
     has_infinite |= valid & policy.infinite;
     kind[i] &= -valid;

@@ -120,16 +120,16 @@ struct TermInputs {
 
 // The optional inputs of a call: any of them, or as in the most common calls none, a reference policy alone, weights alone, or
 // targets alone.
-enum class Given { anything, nothing, reference, weights, targets };
+enum class OptionalInputs { anything, nothing, reference, weights, targets };
 
-inline Given given(const PolicyLossArgs& args) {
+inline OptionalInputs optional_inputs(const PolicyLossArgs& args) {
   const bool others =
       args.advantage_per_token || args.token_mask || args.score || args.entropy || args.kl_weight || args.low || args.high;
   const bool reference = args.ref_logp, weights = weighs_tokens(args);
   const int some = reference + weights + (args.target != nullptr);
-  if (others || some > 1) return Given::anything;
-  if (args.target) return Given::targets;
-  return reference ? Given::reference : (weights ? Given::weights : Given::nothing);
+  if (others || some > 1) return OptionalInputs::anything;
+  if (args.target) return OptionalInputs::targets;
+  return reference ? OptionalInputs::reference : (weights ? OptionalInputs::weights : OptionalInputs::nothing);
 }
 
 // Sums of a tile by lane.
@@ -139,11 +139,11 @@ struct LaneSums {
 
 // One tile. gate.term(vector, TermInputs) is the policy term of a vector whose present tokens are the chosen ones;
 // gate.penalty the one on their own log-ratios, times gate.penalty_coefficient.
-template <class Gate, Given kGiven>
+template <class Gate, OptionalInputs kOptional>
 struct TokenInputsSweep {
-  static constexpr bool kAnything = kGiven == Given::anything;
-  static constexpr bool kReference = kGiven == Given::reference, kWeights = kGiven == Given::weights;
-  static constexpr bool kTargets = kGiven == Given::targets;
+  static constexpr bool kAnything = kOptional == OptionalInputs::anything;
+  static constexpr bool kReference = kOptional == OptionalInputs::reference, kWeights = kOptional == OptionalInputs::weights;
+  static constexpr bool kTargets = kOptional == OptionalInputs::targets;
   const Call& call;
   const int64_t first;
   const FastSource source;
@@ -322,13 +322,13 @@ struct TokenInputsSweep {
 };
 
 // Loss and gradient of a tile. False: the fast path does not hold, and nothing is counted.
-template <Given kGiven, class Gate>
+template <OptionalInputs kOptional, class Gate>
 bool sweep_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                         Partial& partial, const Gate& gate) {
-  const bool of_rows = kGiven != Given::anything && kGiven != Given::weights;
+  const bool of_rows = kOptional != OptionalInputs::anything && kOptional != OptionalInputs::weights;
   if (of_rows && !finite_coefficients(call.args, first, segments)) return false;
   LaneSums lanes;
-  TokenInputsSweep<Gate, kGiven> sweep(call, first, tile, gate, lanes);
+  TokenInputsSweep<Gate, kOptional> sweep(call, first, tile, gate, lanes);
   if (segments.few(n)) {
     PresentTokens present;
     sweep.few_rows(segments, present, tile);

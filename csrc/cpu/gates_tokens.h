@@ -185,20 +185,20 @@ struct FastRowGate {
 using FastTile = bool (*)(const Call&, int64_t first, int n, const Segments&, Tile&, uint8_t* seen, Partial&);
 
 // The fast tile of a call whose tokens have inputs of their own.
-template <BoundsKind kBounds, Given kGiven>
+template <BoundsKind kBounds, OptionalInputs kOptional>
 bool run_token_inputs(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, uint8_t* seen,
                       Partial& partial) {
   const Bounds bounds = tile_bounds(call, first);
   const VectorGate<kBounds> gate = {call.structure.head == Head::score, bounds, call.args.logp + first};
-  return sweep_token_inputs<kGiven>(call, first, n, segments, tile, seen, partial, gate);
+  return sweep_token_inputs<kOptional>(call, first, n, segments, tile, seen, partial, gate);
 }
 
-template <Given kGiven>
+template <OptionalInputs kOptional>
 FastTile pick_token_inputs(BoundsKind kind) {
   switch (kind) {
-    case BoundsKind::none: return run_token_inputs<BoundsKind::none, kGiven>;
-    case BoundsKind::by_sign: return run_token_inputs<BoundsKind::by_sign, kGiven>;
-    default: return run_token_inputs<BoundsKind::by_token, Given::anything>;
+    case BoundsKind::none: return run_token_inputs<BoundsKind::none, kOptional>;
+    case BoundsKind::by_sign: return run_token_inputs<BoundsKind::by_sign, kOptional>;
+    default: return run_token_inputs<BoundsKind::by_token, OptionalInputs::anything>;
   }
 }
 
@@ -212,7 +212,7 @@ struct FastTiles {
     const bool few = segments.few(n);
     if (kWeighted) {
       if (!few || n % kLanes != 0)
-        return run_token_inputs<kBounds, Given::weights>(call, first, n, segments, tile, seen, partial);
+        return run_token_inputs<kBounds, OptionalInputs::weights>(call, first, n, segments, tile, seen, partial);
       write_weights_of_rows(args, first, segments, tile);
     } else if (n % kLanes != 0 ||
                (few ? !finite_coefficients(args, first, segments) : load_rows(args, first, n, segments, tile))) {
@@ -296,11 +296,11 @@ struct FastTiles {
 };
 
 inline FastTile pick_fast_tile(const PolicyLossArgs& args, BoundsKind kind, bool masked) {
-  switch (given(args)) {
-    case Given::nothing: return masked ? FastTiles<true, false>::pick(kind) : FastTiles<false, false>::pick(kind);
-    case Given::reference: return pick_token_inputs<Given::reference>(kind);
-    case Given::weights: return masked ? FastTiles<true, true>::pick(kind) : FastTiles<false, true>::pick(kind);
-    default: return pick_token_inputs<Given::anything>(kind);
+  switch (optional_inputs(args)) {
+    case OptionalInputs::nothing: return masked ? FastTiles<true, false>::pick(kind) : FastTiles<false, false>::pick(kind);
+    case OptionalInputs::reference: return pick_token_inputs<OptionalInputs::reference>(kind);
+    case OptionalInputs::weights: return masked ? FastTiles<true, true>::pick(kind) : FastTiles<false, true>::pick(kind);
+    default: return pick_token_inputs<OptionalInputs::anything>(kind);
   }
 }
 

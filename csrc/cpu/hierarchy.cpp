@@ -150,20 +150,20 @@ int64_t hierarchy_workspace(int64_t tokens, int64_t rows, int64_t leaves) {
   return Workspace(nullptr, tokens, rows, leaves).bytes;
 }
 
-void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, const GateNumbers& numbers,
+void hierarchy(const PolicyLossArgs& caller_args, const GateStructure& structure, const GateNumbers& numbers,
                const Hierarchy& hierarchy, int threads) {
-  Workspace space(given.workspace, given.tokens, given.rows, hierarchy.leaves);
+  Workspace space(caller_args.workspace, caller_args.tokens, caller_args.rows, hierarchy.leaves);
   const bool whole = hierarchy.stage == Stage::whole;
   const auto reaches = [&](Stage stage) { return does(hierarchy, stage); };
-  const PolicyLossArgs args = space.row_factors.added_to(given, reaches(Stage::sums), threads);
+  const PolicyLossArgs args = space.row_factors.added_to(caller_args, reaches(Stage::sums), threads);
   const Rows rows(args.cu_seqlens, args.rows, args.tokens);
   const PolicyLossArgs args_of_alike = space.row_advantages.put_into(args);
   const Call call = {args, structure, numbers, rows}, call_of_alike = {args_of_alike, structure, numbers, rows};
   const Leaves leaves(hierarchy, args, space.start, threads);
   const TokenPlan plan(call, hierarchy), plan_of_alike(call_of_alike, hierarchy);
   const Calls calls(call), calls_of_alike(call_of_alike);
-  const Sweeps given_sweeps = {calls, leaves, space, plan}, sweeps_of_alike = {calls_of_alike, leaves, space, plan_of_alike};
-  const RowSweeps sweeps = {given_sweeps, sweeps_of_alike};
+  const Sweeps sweeps_of_any = {calls, leaves, space, plan}, sweeps_of_alike = {calls_of_alike, leaves, space, plan_of_alike};
+  const RowSweeps sweeps = {sweeps_of_any, sweeps_of_alike};
   if (args.advantage_per_token && reaches(Stage::sums)) {
     const auto leaf = [&](int64_t p) { return Stretch{leaves.row(p), hierarchy.leaf_begin[p], leaves.length(p)}; };
     space.row_advantages.find(args, leaves.count(), leaf, leaves.tasks(), threads, [&](int64_t task, const auto& body) {
@@ -187,7 +187,7 @@ void hierarchy(const PolicyLossArgs& given, const GateStructure& structure, cons
   if (reaches(Stage::sums)) {
     std::memset(space.seen, 0, size_t(args.rows));
     clear_gaps(leaves);
-    if (by_tiles) run_rows(space.row_advantages.all_alike(args) ? sweeps_of_alike : given_sweeps, threads);
+    if (by_tiles) run_rows(space.row_advantages.all_alike(args) ? sweeps_of_alike : sweeps_of_any, threads);
     else
       parallel_for(leaves.tasks(), threads, [&](int64_t task) {
         Scratch scratch;

@@ -371,12 +371,12 @@ struct Sweeps {
   }
 };
 
-// The sweeps of each row. Where advantages are of tokens, the rows whose tokens have one take those of rows.
+// The sweeps of each row. Where tokens have advantages, `of_alike` is for the rows whose tokens have the same one.
 struct RowSweeps {
-  const Sweeps &given, &of_alike;
+  const Sweeps &of_any, &of_alike;
 
   const Sweeps& at(int64_t row) const {
-    return given.call.args.advantage_per_token && given.space.row_advantages.alike[row] ? of_alike : given;
+    return of_any.call.args.advantage_per_token && of_any.space.row_advantages.alike[row] ? of_alike : of_any;
   }
 };
 

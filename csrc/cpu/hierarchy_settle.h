@@ -78,7 +78,7 @@ template <class Body>
 inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& scratch, Partial& partial, const Body& body) {
   Block blocks[kFewRows];
   int count = 0;
-  const Leaves& leaves = sweeps_of.given.leaves;
+  const Leaves& leaves = sweeps_of.of_any.leaves;
   const auto measure_one = [&](const Sweeps& sweeps, const Block& block) {
     LogRatios sums = {};
     const bool fast = sweeps.measure(block, scratch, partial, sums);

@@ -342,16 +342,16 @@ inline bool run_terms(const Call& call, const TermPlan& plan, const float (&low)
                       int n, const Segments& segments, Tile& tile, uint8_t* seen, Partial& partial) {
   const FastTermGate<true> open = {call.structure.head, plan, call.args.logp + first, low, high};
   const FastTermGate<false> gate = {call.structure.head, plan, call.args.logp + first, low, high};
-  const Given tokens_have = given(call.args);
+  const OptionalInputs optional = optional_inputs(call.args);
   if (plan.passes(low, high)) {
-    if (tokens_have == Given::nothing)
-      return sweep_token_inputs<Given::nothing>(call, first, n, segments, tile, seen, partial, open);
-    if (tokens_have == Given::targets)
-      return sweep_token_inputs<Given::targets>(call, first, n, segments, tile, seen, partial, open);
+    if (optional == OptionalInputs::nothing)
+      return sweep_token_inputs<OptionalInputs::nothing>(call, first, n, segments, tile, seen, partial, open);
+    if (optional == OptionalInputs::targets)
+      return sweep_token_inputs<OptionalInputs::targets>(call, first, n, segments, tile, seen, partial, open);
   }
-  return tokens_have == Given::nothing
-             ? sweep_token_inputs<Given::nothing>(call, first, n, segments, tile, seen, partial, gate)
-             : sweep_token_inputs<Given::anything>(call, first, n, segments, tile, seen, partial, gate);
+  return optional == OptionalInputs::nothing
+             ? sweep_token_inputs<OptionalInputs::nothing>(call, first, n, segments, tile, seen, partial, gate)
+             : sweep_token_inputs<OptionalInputs::anything>(call, first, n, segments, tile, seen, partial, gate);
 }
 
 // The penalty on the token's own log-ratio. Every valid token pays it that the penalty mask does not leave out.

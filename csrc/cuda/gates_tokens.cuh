@@ -192,12 +192,12 @@ __device__ __forceinline__ Token classify(const Gate& gate, const RowTerms& row,
     token.x = inputs.logp[i] - inputs.old_logp[i];
     if (REFERENCE && args.ref_logp) token.s = inputs.logp[i] - inputs.ref_logp[i];
   } else {
-    const bool given = inputs.vector.has(i) && byte_of(inputs.mask, i);
+    const bool unmasked = inputs.vector.has(i) && byte_of(inputs.mask, i);
     const LogRatio policy = log_ratio(inputs.logp[i], inputs.old_logp[i]);
     LogRatio reference = {};
     if (REFERENCE && args.ref_logp) reference = log_ratio(inputs.logp[i], inputs.ref_logp[i]);
-    token.valid = given && !policy.nan && !reference.nan;
-    token.nan = given && !token.valid;
+    token.valid = unmasked && !policy.nan && !reference.nan;
+    token.nan = unmasked && !token.valid;
     token.infinite = token.valid && policy.infinite;
     token.reference_infinite = token.valid && reference.infinite;
     token.x = token.valid ? policy.x : 0.0f;

@@ -19,15 +19,15 @@ struct Call {
   TokenCall tokens;
 };
 
-// The inputs of the token of a row of logits beside its log-probability.
-struct Given {
+// The token that a row of logits predicts: its inputs beside its log-probability.
+struct PredictedToken {
   int row;  // -1: the token is in none
   RowTerms terms;
   Inputs<1> inputs;
 };
 
 // A whole warp calls this, before a barrier.
-__device__ __forceinline__ void read_given(const Gate& gate, int64_t token, Given& given) {
+__device__ __forceinline__ void read_predicted(const Gate& gate, int64_t token, PredictedToken& predicted) {
   const Pack pack = gate.pack();
   int row = -1;
   if (token < pack.tokens && pack.rows > 0) {
@@ -37,31 +37,31 @@ __device__ __forceinline__ void read_given(const Gate& gate, int64_t token, Give
     if (!ascending || token < range.begin || range.end <= token) row = find_owner(pack, token);
   }
   if (lane() != 0) return;
-  given.row = row;
+  predicted.row = row;
   if (row < 0) return;
-  given.terms = gate.row_terms(row);
+  predicted.terms = gate.row_terms(row);
   Inputs<1> inputs = {};
   inputs.vector = {token, 0, 1, false};
   if (gate.args.old_logp) read<false>(gate.args.old_logp, inputs.vector, inputs.old_logp);
   read_constants<false, true, true>(gate.args, inputs);
-  given.inputs = inputs;
+  predicted.inputs = inputs;
 }
 
 // d loss / d logp of a token, as the sweeps of policy_loss compute it.
 template <bool TERMS>
-__device__ __forceinline__ float token_gradient(const TokenCall& call, const Given& given, float logp,
+__device__ __forceinline__ float token_gradient(const TokenCall& call, const PredictedToken& predicted, float logp,
                                                 HPO_SHARED_POINTER(int) events) {
-  if (given.row < 0) return 0.0f;
-  Inputs<1> inputs = given.inputs;
+  if (predicted.row < 0) return 0.0f;
+  Inputs<1> inputs = predicted.inputs;
   inputs.logp[0] = logp;
   if (!call.gate.args.old_logp) inputs.old_logp[0] = logp;
-  const RowTerms row = given.terms;
+  const RowTerms row = predicted.terms;
   Shares<1> shares = {};  // another launch counts loss and metrics
   TileTotals tile(events);
   Totals totals = {};
   if constexpr (TERMS) {
     const auto put_flow = [](const Token&, const GatedToken&, const PolicyTerm&) {};
-    return sweep_token_of_leaf<false, true, kExtras, kTermGate>(call, LeafGate{}, 0.0f, given.row, row, inputs, 0, put_flow,
+    return sweep_token_of_leaf<false, true, kExtras, kTermGate>(call, LeafGate{}, 0.0f, predicted.row, row, inputs, 0, put_flow,
                                                                 shares, tile, totals);
   } else {
     return sweep_token<false, true, kExtras>(call.gate, row, inputs, 0, shares, tile, totals);
@@ -71,7 +71,7 @@ __device__ __forceinline__ float token_gradient(const TokenCall& call, const Giv
 template <class Type, bool TERMS>
 __global__ void __launch_bounds__(kThreads, kBlocksTogether) differentiate_loss(const Call call) {
   HPO_SHARED(Row, row, );
-  HPO_SHARED(Given, given, );
+  HPO_SHARED(PredictedToken, predicted, );
   HPO_SHARED(int, events, [kMetrics]);  // not read
   HPO_SHARED(GradientRow, gradient, );
   const LogprobsArgs& args = call.logits.given;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksTogether) differentiate_loss(
   for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
     const int64_t token = index + 1;  // the row predicts this token; the last row predicts none
     if (threadIdx.x == 0) row = get_row<Type>(args, index);
-    if (warp_in_block() == 1 && !is_ignored(args, index)) read_given(call.tokens.gate, token, given);
+    if (warp_in_block() == 1 && !is_ignored(args, index)) read_predicted(call.tokens.gate, token, predicted);
     __syncthreads();
     RowResult result = row.is_ignored ? RowResult{} : undefined_result();
     if (row.is_read) {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksTogether) differentiate_loss(
       const int64_t place = token < args.rows ? token : 0;
       args.logp[place] = result.logp;
       args.entropy[place] = result.entropy;
-      const float of_logp = row.is_ignored ? 0.0f : token_gradient<TERMS>(call.tokens, given, result.logp, events);
+      const float of_logp = row.is_ignored ? 0.0f : token_gradient<TERMS>(call.tokens, predicted, result.logp, events);
       gradient = gradient_row<Type>(call.logits, index, row, RowUpstream(result, of_logp));
     }
     __syncthreads();

@@ -206,13 +206,7 @@ def test_no_loop_takes_more_issue_slots_elsewhere(source, target):
 
 # Where an input may be what the launch writes, or a list that it makes, the read-only path is not for it.
 WRITTEN = (
-    "differentiate_rows",
-    "scale",
-    "sum_rows",
-    "normalise",
-    "statistics",
-    "carry_rows",
-    "scan_only_scope",
+    *("differentiate_rows", "scale", "sum_rows", "normalise", "statistics", "carry_rows", "scan_only_scope"),
     "add_wide_digit",
 )
 
@@ -242,13 +236,8 @@ def test_token_sweeps_load_and_store_128_bits(kernels):
     narrow = [n for n, k in kernels.items() if {n, n.partition("<")[0]} & WIDE and k.wide_loads == 0]
     assert narrow == []
     writing = {
-        "sweep",
-        "sweep_leaves",
-        "deliver_gradient",
-        "correct_tokens",
-        "differentiate_rows",
-        "differentiate_loss",
-        "scale",
+        *("sweep", "sweep_leaves", "deliver_gradient", "correct_tokens"),
+        *("differentiate_rows", "differentiate_loss", "scale"),
     }
     assert [n for n, k in kernels.items() if n.partition("<")[0] in writing and k.wide_stores == 0] == []
 

@@ -22,7 +22,7 @@ def test_every_function_says_that_it_is_reconstructed():
 
 @on_random_batches
 def test_funrl(drawn):
-    """And an advantage that is not finite is 0, of which no bonus is a part."""
+    """An advantage that is not finite becomes 0, without a bonus."""
     own, thought = drawn.normal(len(drawn.rows)), drawn.draw.random(drawn.tokens) < 0.6
     own[:1] = [math.inf if drawn.broken else math.nan][: len(own)]
     expected = []
@@ -36,7 +36,7 @@ def test_funrl(drawn):
 
 @on_random_batches
 def test_semantic_entropy(drawn):
-    """And its two factors, with answers that count the same and by their log-probabilities, of which one is unknown."""
+    """Its two factors are tried, too: answers count the same, or by log-probabilities, one of which is unknown."""
     count = int(drawn.draw.integers(0, 9))
     groups, clusters = drawn.draw.integers(-1, 2, count), drawn.draw.integers(-1, 3, count)
     own, mean_logp = drawn.normal(count), [3 * x for x in drawn.normal(count)]

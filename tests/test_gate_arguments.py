@@ -135,7 +135,7 @@ def test_what_has_no_meaning_is_refused(make, message):
 
 
 def test_bounds_of_a_divergence_may_look_like_ratios():
-    """Tokens below them stay out, as a statistic that is 0 where policies agree can be asked to."""
+    """A statistic is 0 where policies agree: bounds above 0 leave such tokens out."""
     correction = gates.Correction(gates.Action.MASK, (0.1, 0.1), (2.0, 2.0), statistic=gates.Statistic.K2)
     assert correction.low == (0.1, 0.1)
 

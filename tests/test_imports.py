@@ -17,30 +17,9 @@ TESTS = sorted(Path(__file__).parent.glob("*.py"))
 # Data flows down this list; a module imports from those above it only.
 ORDER = (
     *("checks", "arguments", "specs", "metrics", "reference", "native", "backends", "ops", "batch", "distributed"),
-    "segment_exchange",
-    "level_metrics",
-    *(
-        "kl",
-        "gates",
-        "corrections",
-        "segments",
-        "advantages",
-        "entropy",
-        "aggregation",
-        "prepared",
-        "losses",
-        "value_loss",
-        "support",
-        "vocabulary_parallel",
-        "logprobs",
-        "logprob_states",
-        "linear_logprobs",
-        "loss_from_logits",
-        "plot",
-        "testing",
-        "integrations",
-        "__main__",
-    ),
+    *("segment_exchange", "level_metrics", "kl", "gates", "corrections", "segments", "advantages", "entropy"),
+    *("aggregation", "prepared", "losses", "value_loss", "support", "vocabulary_parallel", "logprobs"),
+    *("logprob_states", "linear_logprobs", "loss_from_logits", "plot", "testing", "integrations", "__main__"),
 )
 
 
@@ -98,8 +77,8 @@ PEERS = ("triton", "trl", "transformers", "verl", "hypothesis", "matplotlib")
 
 def test_import_is_light(tmp_path):
     """It takes a tenth of a second, the best of ten; no Triton, trainer, hypothesis or matplotlib is loaded, nor
-    hpo_core.plot. A busy machine may be half as fast for minutes: there an import takes 3.8 times what work of the same
-    kind takes beside it, of which a tenth of a second holds as much on the quiet machine of 2 cores.
+    hpo_core.plot. A busy machine may be half as fast for minutes: there an import may take 3.8 times as long as work of
+    the same kind beside it. On a quiet machine of 2 cores that is a tenth of a second.
 
     Modules come from bytecode, which pip writes at installation and the first run writes here.
     """
@@ -135,8 +114,8 @@ def test_import_is_light(tmp_path):
     assert seconds < 0.1 or against_work < 3.8, (seconds, against_work)
 
 
-# The package that an integration imports first, and the integration.
-ASKING = {
+# The integration that imports a package first.
+INTEGRATION_OF = {
     name: name for name in ("axolotl", "nemo_rl", "rllm", "roll", "skyrl", "torchrl", "trinity", "trl", "verl")
 } | {"swift": "ms_swift"}
 
@@ -144,7 +123,7 @@ ASKING = {
 def test_an_integration_without_its_trainer_says_what_to_install():
     program = (
         "import importlib, sys\n"
-        f"for package, name in {ASKING}.items():\n"
+        f"for package, name in {INTEGRATION_OF}.items():\n"
         "    sys.modules[package] = None\n"
         "    try:\n"
         "        importlib.import_module(f'hpo_core.integrations.{name}')\n"
@@ -153,7 +132,7 @@ def test_an_integration_without_its_trainer_says_what_to_install():
     )
     found = run(program)
     assert "'verl[verl-core]>=0.9.1,<0.10'" in found and "'trl>=1.16,<2'" in found
-    assert {f"hpo_core.integrations.{name}" for name in ASKING.values()} <= set(found)
+    assert {f"hpo_core.integrations.{name}" for name in INTEGRATION_OF.values()} <= set(found)
 
 
 def test_public_names_exist():

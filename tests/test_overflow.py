@@ -86,7 +86,7 @@ def test_overflow(name, native_backends):
 
 @pytest.mark.parametrize("levels", [(), (gates.Level(gates.Identity()),)], ids=["token", "trajectory"])
 def test_huge_losses_of_both_signs_cancel(levels, native_backends):
-    """Three of these would overflow a float32: what is added up in it knows when to stop."""
+    """The sum of three of these overflows a float32, and yet the loss is right."""
     gate = RatioGate("identity", gates.Identity(), levels)
     for backend in native_backends:
         batch = hpo.PackedBatch.from_lengths([48, 47]).to(testing.device_of(backend))

@@ -124,7 +124,7 @@ MUTANTS = {
     ),
     "cuda: a span ends with the first lane that has a valid token": Mutant(
         "cuda_emulated", "cuda/segments.cu",
-        "31 - __clz(int(found))", "__ffs(int(found)) - 1",
+        "31 - __clz(int(hits))", "__ffs(int(hits)) - 1",
         "test_segments.test_spans_of_long_rows_with_few_valid_tokens", {},
     ),
     "cuda: a span begins at the end of four tokens": Mutant(
@@ -144,7 +144,7 @@ MUTANTS = {
     ),
     "cuda: a row counts by its first tile": Mutant(
         "cuda_emulated", "cuda/gates.cu",
-        "!met && !BROKEN", "false",
+        "!has_valid_token && !BROKEN", "false",
         "test_gates_by_hand.test_a_row_counts_wherever_its_valid_token_is", {"at": 513, "nan": False},
     ),
     "cuda: a ticket is not 0 again": Mutant(

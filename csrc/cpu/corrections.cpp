@@ -285,7 +285,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
 
   const bool whole = hierarchy.stage == Stage::whole;
   const Reduction reduction = correction.reduction;
-  const auto words_of = [&](int64_t segment) { return hierarchy.tables.sums + segment * kWords; };
+  const auto words_of = [&](int64_t segment) { return hierarchy.tables.sums + segment * kReducedWords; };
 
   if (hierarchy.depth > 0 && does(hierarchy, Stage::sums)) {
     reduce_leaves(leaves, space, {loops.reduce, !is_extremum(reduction)}, threads, [](int64_t) { return true; });
@@ -294,7 +294,7 @@ void correction(const PolicyLossArgs& args, const Hierarchy& hierarchy, const Co
       if (leaves.length(p) > 0) space.segments[leaves.ancestor(0, p)].add(space.of_leaves[p]);
     }
     for (int64_t s = 0; !whole && s < leaves.count(); ++s) {
-      for (int word = 0; word < kWords; ++word) words_of(s)[word] = word_of(space.segments[s], word, reduction);
+      for (int word = 0; word < kReducedWords; ++word) words_of(s)[word] = word_of(space.segments[s], word, reduction);
     }
   }
   if (!does(hierarchy, Stage::sweep)) return;

@@ -48,15 +48,15 @@ struct Choice {
 #else
     static const Kernels all[] = {HPO_KERNELS(generic, "generic", true)};
 #endif
-    const char* asked = std::getenv("HPO_CORE_ISA");
+    const char* wanted_isa = std::getenv("HPO_CORE_ISA");
     std::string here;
     for (const Kernels& candidate : all) {
       if (!candidate.supported) continue;
-      if (!kernels && (!asked || !*asked || std::string(asked) == candidate.name)) kernels = &candidate;
+      if (!kernels && (!wanted_isa || !*wanted_isa || std::string(wanted_isa) == candidate.name)) kernels = &candidate;
       here += std::string(here.empty() ? "" : ", ") + candidate.name;
     }
     if (!kernels) {
-      error = "HPO_CORE_ISA=" + std::string(asked) + " cannot run on this machine; it can run " + here +
+      error = "HPO_CORE_ISA=" + std::string(wanted_isa) + " cannot run on this machine; it can run " + here +
               ". Set HPO_CORE_ISA to one of these, or unset it to use the first.";
     }
   }

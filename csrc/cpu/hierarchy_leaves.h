@@ -23,7 +23,7 @@ struct Leaves {
   int64_t* start;  // [leaves + 1], tokens of the leaves before
   int64_t broken = 0;
   int64_t longest = 0;  // tokens of a leaf
-  bool are_rows;  // leaf by leaf
+  bool are_rows;  // leaf p is row p, whatever p
   bool alone;  // at most one level, every leaf is a segment of it, and the sums of segments stay inside the call
 
   Leaves(const Hierarchy& hierarchy, const PolicyLossArgs& args, int64_t* start, int threads)

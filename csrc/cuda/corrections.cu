@@ -10,12 +10,12 @@ namespace hpo {
 namespace {
 
 struct Workspace {
-  int64_t* segments;  // [leaves][kWords], 0 before the first grid barrier; the caller's table in a call in stages
+  int64_t* segments;  // [leaves][kReducedWords], 0 before the first grid barrier; the caller's table in a call in stages
   Counted counted;
 
   int64_t place(void* base, int64_t leaves) {
     Placement placement(base);
-    placement.take(segments, leaves * kWords);
+    placement.take(segments, leaves * kReducedWords);
     counted.take(placement, leaves);
     return placement.bytes();
   }
@@ -50,7 +50,7 @@ struct Call {
   __device__ __forceinline__ bool reaches(Stage stage) const { return does(hierarchy, stage); }
 
   __device__ __forceinline__ int64_t* words_of(int leaf) const {
-    return workspace.segments + ancestor_of(hierarchy, 0, leaf) * kWords;
+    return workspace.segments + ancestor_of(hierarchy, 0, leaf) * kReducedWords;
   }
 
   __device__ __forceinline__ bool valid(const Inputs<4>& inputs, int i) const {
@@ -68,7 +68,8 @@ struct Call {
 
 // Returns the leaves that count.
 __device__ __forceinline__ Leaves prepare(const Call& call) {
-  if (call.hierarchy.depth > 0 && call.reaches(Stage::sums)) clear(call.workspace.segments, call.hierarchy.leaves * kWords);
+  if (call.hierarchy.depth > 0 && call.reaches(Stage::sums))
+    clear(call.workspace.segments, call.hierarchy.leaves * kReducedWords);
   float* const factor = call.correction.factor;
   if (call.args.token_weight) copy(factor, call.args.token_weight, call.args.tokens);
   else fill_tokens(factor, call.args.tokens, allows_wide(factor, 16), 1.0f);
@@ -95,7 +96,7 @@ __device__ __forceinline__ void reduce_leaves(const Call& call, const Leaves& le
   RunAccumulator accumulator = {};
   for_each_unit(leaves, [&](int, const LeafUnit& unit) {
     const Reduced reduced = reduce_tile(call, unit.tile);
-    if (lane() >= kWords || reduced.valid == 0) return;
+    if (lane() >= kReducedWords || reduced.valid == 0) return;
     int64_t* const word = call.words_of(unit.leaf) + lane();
     const int64_t mine = word_of(reduced, lane(), reduction);
     if (lane() == 0 || !is_extremum(reduction)) return accumulator.add(word, mine);
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, OF_SEGMENTS ? 3 : 4) correct_tokens(
 template <bool OF_SEGMENTS>
 void launch(const Call& call, cudaStream_t stream) {
   const int64_t units = units_of(call.args.tokens, call.hierarchy.leaves);
-  const int64_t threads = std::max({call.args.tokens / 4, call.hierarchy.leaves * kWords, kWarp * units});
+  const int64_t threads = std::max({call.args.tokens / 4, call.hierarchy.leaves * kReducedWords, kWarp * units});
   const dim3 blocks(blocks_together<correct_tokens<OF_SEGMENTS>>(threads)), block(kThreads);
   HPO_LAUNCH_TOGETHER((correct_tokens<OF_SEGMENTS>), blocks, block, 0, stream, call);
 }

@@ -108,19 +108,19 @@ __device__ __forceinline__ void sweep_block(const Call& call, int block, int blo
   for (int index = block * kWarps + warp_in_block(); index < units; index += blocks * kWarps) {
     if (index >= pack.rows) clear_tile(gate, index - pack.rows);
     else if (lane() == 0 && row_range(pack.cu_seqlens, index, pack.tokens).bad) atomicAdd(&events[kBadOffsets], 1);
-    bool met = false;
+    bool has_valid_token = false;
 #pragma unroll 1
     for (int tile = 0; tile == 0 || BROKEN; ++tile) {
       const Unit unit = BROKEN ? get_unit_unordered(pack, index, tile) : get_unit(pack, index);
       if (unit.length == 0) break;
-      met |= sweep_tile<REFERENCE, EXTRAS, BROKEN>(call, unit, totals, places, events);
+      has_valid_token |= sweep_tile<REFERENCE, EXTRAS, BROKEN>(call, unit, totals, places, events);
     }
     if (index >= pack.rows) continue;
-    if (!met && !BROKEN) {
+    if (!has_valid_token && !BROKEN) {
       const Range row = range_of_warp(pack, index);
-      met = has_valid<REFERENCE>(gate.args, row.begin + kTile, row.end);
+      has_valid_token = has_valid<REFERENCE>(gate.args, row.begin + kTile, row.end);
     }
-    if (met && lane() == 0) atomicAdd(&events[kRows], 1);
+    if (has_valid_token && lane() == 0) atomicAdd(&events[kRows], 1);
   }
   store_block(totals, warps, events, call.partials + block * kMetrics);
 }

@@ -150,17 +150,17 @@ __global__ void __launch_bounds__(kThreads) find_spans(const RowSpansArgs args) 
     const int64_t lead = int64_t(reinterpret_cast<uintptr_t>(args.mask + range.begin) % 16);
     const int64_t aligned = range.begin - lead + lane() * 16;
     int64_t begin = range.end, end = range.begin, from = aligned;
-    for (unsigned found = 0; !found && from - lane() * 16 < range.end; from += step) {
+    for (unsigned hits = 0; !hits && from - lane() * 16 < range.end; from += step) {
       const int64_t first = ends_of_sixteen(args.mask, range.begin, range.end, from).first;
-      found = __ballot_sync(kFullWarp, first < range.end);
-      if (found) begin = __shfl_sync(kFullWarp, first, __ffs(int(found)) - 1);
+      hits = __ballot_sync(kFullWarp, first < range.end);
+      if (hits) begin = __shfl_sync(kFullWarp, first, __ffs(int(hits)) - 1);
     }
     if (begin < range.end) {
       int tile = int((range.end - range.begin + lead - 1) / step);
-      for (unsigned found = 0; !found && tile >= 0; --tile) {  // a mask that changes in between ends it, too
+      for (unsigned hits = 0; !hits && tile >= 0; --tile) {  // a mask that changes in between ends it, too
         const int64_t last = ends_of_sixteen(args.mask, range.begin, range.end, aligned + tile * step).last;
-        found = __ballot_sync(kFullWarp, last >= 0);
-        if (found) end = __shfl_sync(kFullWarp, last, 31 - __clz(int(found))) + 1;
+        hits = __ballot_sync(kFullWarp, last >= 0);
+        if (hits) end = __shfl_sync(kFullWarp, last, 31 - __clz(int(hits))) + 1;
       }
     }
     int64_t edge = begin == range.end ? range.begin : lane() ? end : begin;

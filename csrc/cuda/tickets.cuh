@@ -34,11 +34,11 @@ inline Ticket take_ticket(cudaStream_t stream, unsigned* spare) {
     int device = 0;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
-    auto found = numbers.find({device, id});
-    if (found == numbers.end() && numbers.size() < kTickets) {
-      found = numbers.emplace(std::pair(device, id), int(numbers.size())).first;
+    auto entry = numbers.find({device, id});
+    if (entry == numbers.end() && numbers.size() < kTickets) {
+      entry = numbers.emplace(std::pair(device, id), int(numbers.size())).first;
     }
-    if (found != numbers.end()) return {nullptr, found->second};
+    if (entry != numbers.end()) return {nullptr, entry->second};
   }
   cudaMemsetAsync(spare, 0, sizeof *spare, stream);
   return {spare, 0};

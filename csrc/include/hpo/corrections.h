@@ -35,7 +35,7 @@ struct Reduced {
 
 // The integers of a segment: valid tokens, and two sums; where an extremum is sought, the largest key of its tokens and 0. Keys
 // are above 0.
-constexpr int kWords = 3;
+constexpr int kReducedWords = 3;
 
 HPO_INLINE bool is_extremum(Reduction reduction) { return reduction == Reduction::min || reduction == Reduction::max; }
 

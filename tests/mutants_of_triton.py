@@ -118,7 +118,7 @@ MUTANTS = {
     ),
     "triton: masked rewards enter the statistics": Mutant(
         "triton", "groups.py",
-        "counted &= tl.load(given.mask + unit, mask=exists, other=False)", "counted &= exists",
+        "counted &= tl.load(grouping.mask + unit, mask=exists, other=False)", "counted &= exists",
         "test_advantages.test_mask_and_apply_mask_are_independent", {},
     ),
     "triton: the greatest logit is summed": Mutant(

@@ -168,7 +168,9 @@ def test_no_kernel_leaves_its_tensors(kind, backend, monkeypatch):
             return torch.from_numpy(draw.choice(some, count))
 
         monkeypatch.setattr(compiled_paths, "_integers", integers)
-        monkeypatch.setattr(compiled_paths, "_inputs", lambda **given: sound(**given)._replace(cu_seqlens=integers(4)))
+        monkeypatch.setattr(
+            compiled_paths, "_inputs", lambda **fields: sound(**fields)._replace(cu_seqlens=integers(4))
+        )
     names = set()
     for name, call in compiled_paths.paths():
         names.add(name)

@@ -32,7 +32,7 @@ from .groups import (
     RUNS,
     SCANNED,
     TILE_UNITS,
-    Given,
+    Grouping,
     add_absolute,
     all_members,
     center_of,
@@ -150,12 +150,12 @@ def _share_of(group, silent, numbers, RULE: tl.constexpr, SHARE: tl.constexpr):
 
 
 @triton.jit
-def _sums(given, order, begin, length, id, RULE: tl.constexpr, WIDTH: tl.constexpr):
+def _sums(grouping, order, begin, length, id, RULE: tl.constexpr, WIDTH: tl.constexpr):
     """The sums of groups, and their sum of w |x - mean| for Scale.ABSOLUTE."""
-    group = sum_group(given, order, begin, length, id, WIDTH, False)
+    group = sum_group(grouping, order, begin, length, id, WIDTH, False)
     absolute = group.sum
     if RULE.scale == ABSOLUTE:
-        absolute = sum_absolute(given, order, begin, length, id, group, WIDTH)
+        absolute = sum_absolute(grouping, order, begin, length, id, group, WIDTH)
     return group, absolute
 
 
@@ -217,15 +217,15 @@ def _receives(units, apply_mask, unit, exists):
 
 @triton.jit
 def _normalise_term(
-    so_far, given, units, receives, begin, length, numbers, RULES: tl.constexpr, TERM: tl.constexpr,
+    so_far, grouping, units, receives, begin, length, numbers, RULES: tl.constexpr, TERM: tl.constexpr,
     SHARE: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     RULE: tl.constexpr = RULES.of_terms[TERM]
-    id = None if given.ids is None else units.id
-    group, absolute = _sums(given, None, begin, length, id, RULE, TILE_UNITS if id is None else OTHERS)
+    id = None if grouping.ids is None else units.id
+    group, absolute = _sums(grouping, None, begin, length, id, RULE, TILE_UNITS if id is None else OTHERS)
     batch = group
     if RULE.scale == BATCH and id is not None:
-        batch = sum_group(given, None, begin, length, None, TILE_UNITS, False)
+        batch = sum_group(grouping, None, begin, length, None, TILE_UNITS, False)
     map = _map_of(group, absolute, batch, numbers, RULE, SHARE)
     return _add_term(so_far, map, units, receives, numbers, RULE, SHARE)
 
@@ -267,14 +267,16 @@ def _normalise_few(
     length = begin + tl.cast(units, tl.int32)
     so_far = _no_terms(unit)
     for k in tl.static_range(TERMS):
-        given = Given(values[k], ids[k], weights[k], mask)
-        loaded = load_units(given, unit, exists)
+        grouping = Grouping(values[k], ids[k], weights[k], mask)
+        loaded = load_units(grouping, unit, exists)
         numbers = Numbers(
             tl.cast((ddofs >> k) & 1, tl.float64), eps[k], coefficients[k], tl.cast((keeps >> k) & 1, tl.float64)
         )
         receives = _receives(loaded, apply_mask, unit, exists)
         if tl.max(receives.to(tl.int32)) > 0:  # also a border: without it the compiler finishes all terms together
-            so_far = _normalise_term(so_far, given, loaded, receives, begin, length, numbers, RULES, k, SHARE, OTHERS)
+            so_far = _normalise_term(
+                so_far, grouping, loaded, receives, begin, length, numbers, RULES, k, SHARE, OTHERS
+            )
     tl.store(advantages + unit, _advantage(so_far, share_eps, share_least, SHARE), mask=exists)
 
 
@@ -283,11 +285,11 @@ def _normalise_few(
 
 @triton.jit
 def _apply_term(
-    advantages, before, after, unit, exists, map, given, apply_mask, units, share_eps, share_least, numbers,
+    advantages, before, after, unit, exists, map, grouping, apply_mask, units, share_eps, share_least, numbers,
     RULE: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Adds a term to the earlier terms of its receivers; after the last term, stores their advantages."""
-    loaded = load_units(given, unit, exists)
+    loaded = load_units(grouping, unit, exists)
     so_far = _no_terms(unit)
     if before is not None:
         so_far = Shares(
@@ -331,10 +333,10 @@ def _normalise_all_members(
         sum = add_absolute(absolute, tiles)
     map = _map_of(group, sum, group, numbers, RULE, SHARE)
     unit = tl.program_id(0).to(tl.int64) * TILE_UNITS + tl.arange(0, TILE_UNITS)[None, :]
-    given = Given(values, None, weights, mask)
+    grouping = Grouping(values, None, weights, mask)
     _apply_term(
-        advantages, before, after, unit, unit < units, map, given, apply_mask, units, share_eps, share_least, numbers,
-        RULE, SHARE,
+        advantages, before, after, unit, unit < units, map, grouping, apply_mask, units, share_eps, share_least,
+        numbers, RULE, SHARE,
     )  # fmt: skip
 
 
@@ -362,9 +364,9 @@ def _normalise_runs(
     SHARE: tl.constexpr,
 ):
     numbers = Numbers(ddof, eps, coefficient, keeps)
-    given = Given(values, ids, weights, mask)
+    grouping = Grouping(values, ids, weights, mask)
     begin, length = run_of(sorted_ids, units)
-    group, absolute = _sums(given, order, begin, length, None, RULE, AT_ONCE)
+    group, absolute = _sums(grouping, order, begin, length, None, RULE, AT_ONCE)
     batch = group
     if totals is not None:
         batch = load_all_members(totals)
@@ -374,7 +376,7 @@ def _normalise_runs(
         here = position < begin + length
         unit = tl.load(order + position, mask=here, other=0)
         _apply_term(
-            advantages, before, after, unit, here, map, given, apply_mask, units, share_eps, share_least, numbers,
+            advantages, before, after, unit, here, map, grouping, apply_mask, units, share_eps, share_least, numbers,
             RULE, SHARE,
         )  # fmt: skip
 
@@ -410,29 +412,29 @@ def _normalise_at_once(inputs: GroupInputs, spec: GroupNormalisation, advantages
 def _normalise_by_term(inputs: GroupInputs, spec: GroupNormalisation, advantages: torch.Tensor) -> None:
     units, is_sum = advantages.numel(), len(spec.terms) > 1
     so_far = torch.empty((2, units), dtype=torch.float64, device=advantages.device) if is_sum else None
-    groupings = [Given(*tensors, inputs.mask) for tensors in zip(*inputs[:3], strict=True)]
+    groupings = [Grouping(*tensors, inputs.mask) for tensors in zip(*inputs[:3], strict=True)]
     wanted = [k for k, term in enumerate(spec.terms) if groupings[k].ids is None or term.scale is Scale.BATCH]
     totals = dict(zip(wanted, all_members([groupings[k] for k in wanted]), strict=True)) if wanted else {}
     sorted_by: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # terms share groupings
-    for k, (given, term) in enumerate(zip(groupings, spec.terms, strict=True)):
+    for k, (grouping, term) in enumerate(zip(groupings, spec.terms, strict=True)):
         before, after = None if k == 0 else so_far, None if k + 1 == len(spec.terms) else so_far
         numbers = (
             spec.share_eps, spec.share_least, float(term.ddof), term.eps, term.coefficient, float(term.keep_singletons),
         )  # fmt: skip
-        if given.ids is None:
-            absolute = sum_absolute_tiles(given, totals[k]) if term.scale is Scale.ABSOLUTE else None
+        if grouping.ids is None:
+            absolute = sum_absolute_tiles(grouping, totals[k]) if term.scale is Scale.ABSOLUTE else None
             tiles = triton.cdiv(units, TILE_UNITS.value)
             launch(
-                _normalise_all_members, tiles, advantages, before, after, given.x, given.weights, given.mask,
+                _normalise_all_members, tiles, advantages, before, after, grouping.x, grouping.weights, grouping.mask,
                 inputs.apply_mask, totals[k], absolute, units, tiles, *numbers, RULE=_rule(term),
                 SHARE=int(spec.share), maxnreg=REGISTERS,
             )  # fmt: skip
             continue
-        if id(given.ids) not in sorted_by:
-            sorted_by[id(given.ids)] = torch.sort(given.ids, stable=True)
+        if id(grouping.ids) not in sorted_by:
+            sorted_by[id(grouping.ids)] = torch.sort(grouping.ids, stable=True)
         launch(
-            _normalise_runs, triton.cdiv(units, RUNS.value), advantages, before, after, *given, inputs.apply_mask,
-            *sorted_by[id(given.ids)], totals.get(k), units, *numbers, RULE=_rule(term), SHARE=int(spec.share),
+            _normalise_runs, triton.cdiv(units, RUNS.value), advantages, before, after, *grouping, inputs.apply_mask,
+            *sorted_by[id(grouping.ids)], totals.get(k), units, *numbers, RULE=_rule(term), SHARE=int(spec.share),
             maxnreg=REGISTERS,
         )  # fmt: skip
 

@@ -118,8 +118,8 @@ def _report_of_nvidia(compiled: Any) -> Report:
     source = compiled.asm["ptx"]
 
     def accesses(operation: str) -> dict[str, int]:
-        found = re.findall(rf"\b{operation}\.global\S*?(?:\.v(\d))?\.b(\d+)", source)
-        return dict(Counter(str(int(count or 1) * int(bits)) for count, bits in found))
+        matches = re.findall(rf"\b{operation}\.global\S*?(?:\.v(\d))?\.b(\d+)", source)
+        return dict(Counter(str(int(count or 1) * int(bits)) for count, bits in matches))
 
     def count(operation: str) -> int:
         return len(re.findall(operation, source))
@@ -141,22 +141,22 @@ def specialisations(
 
     ``names`` selects some of them by "path/kernel"; a share (i, n) takes every n-th of these, starting at i.
     """
-    asked: set[tuple[str, str]] = set()
-    given: set[int] = set()
+    decided: set[tuple[str, str]] = set()
+    yielded: set[int] = set()
     turns = itertools.cycle(range(share[1]))
     for path, call in calls:
 
         def wanted(kernel: str, key: str, path: str = path) -> bool:
-            if (kernel, key) in asked:
+            if (kernel, key) in decided:
                 return False
-            asked.add((kernel, key))
+            decided.add((kernel, key))
             return (names is None or f"{path}/{kernel}" in names) and next(turns) == share[0]
 
         with compiling(target, wanted) as compiled:
             call()
         for kernel in compiled:
-            if kernel is not None and id(kernel) not in given:
-                given.add(id(kernel))
+            if kernel is not None and id(kernel) not in yielded:
+                yielded.add(id(kernel))
                 yield path, kernel
 
 
@@ -175,15 +175,15 @@ def main() -> None:
     for target in arguments.targets:
         calls = every_path() if arguments.all else paths()
         for path, kernel in specialisations(calls, target, arguments.only, arguments.share):
-            found = report(kernel)
+            resources = report(kernel)
             if arguments.json:
-                print(json.dumps({"target": target, "path": path, **found._asdict()}), flush=True)
+                print(json.dumps({"target": target, "path": path, **resources._asdict()}), flush=True)
             else:
-                loads = "  ".join(f"{count} x {bits} bit" for bits, count in sorted(found.loads.items()))
+                loads = "  ".join(f"{count} x {bits} bit" for bits, count in sorted(resources.loads.items()))
                 name = target if isinstance(target, str) else f"sm_{target}"
                 print(
-                    f"{name:6}  {found.kernel:22} {found.registers:3} registers  {found.spilled} spilled  "
-                    f"{found.shared:5} shared  {loads:60} {path}",
+                    f"{name:6}  {resources.kernel:22} {resources.registers:3} registers  {resources.spilled} spilled  "
+                    f"{resources.shared:5} shared  {loads:60} {path}",
                     flush=True,
                 )
 

@@ -77,10 +77,10 @@ def _integers(count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int64, device="cpu")
 
 
-def _inputs(**given: Any) -> PolicyLossInputs:
+def _inputs(**fields: Any) -> PolicyLossInputs:
     offsets = torch.linspace(0, TOKENS, ROWS + 1, dtype=torch.float64, device="cpu").long()
     required = PolicyLossInputs(_floats(TOKENS), _floats(TOKENS), _floats(ROWS), _floats(ROWS), offsets)
-    return required._replace(**given)
+    return required._replace(**fields)
 
 
 def _masked() -> PolicyLossInputs:
@@ -207,8 +207,8 @@ def paths() -> Iterator[NamedCall]:
     yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.BAND, False)
     yield _correction(Statistic.LOG_RATIO, Reduction.MEAN, Action.MASK, True, in_loss=True)
     yield "row_counts", lambda: segments.row_counts(_masked().mask, _masked().cu_seqlens, TOKENS)
-    given = (_masked().mask, _masked().cu_seqlens, TOKENS)
-    yield "row_weights", lambda: segments.row_weights(*given, Denominator.ROWS_AND_TOKENS, 1.0)
+    counted = (_masked().mask, _masked().cu_seqlens, TOKENS)
+    yield "row_weights", lambda: segments.row_weights(*counted, Denominator.ROWS_AND_TOKENS, 1.0)
     yield "row_spans", lambda: segments.row_spans(_masked().mask, _masked().cu_seqlens, TOKENS)
     yield "window_score", lambda: _window(Boundary.FULL, Invalid.SKIP, masked=True)
     yield "window_score, maximum", lambda: _window(Boundary.CARRY, Invalid.SKIP, True, WindowAggregate.MAX)
@@ -292,8 +292,8 @@ def every_path() -> Iterator[NamedCall]:
     types = (torch.float32, torch.bfloat16, torch.float16)
     for dtype in types:
         yield f"scale {dtype}", lambda dtype=dtype: scale.scale(_floats(TOKENS).to(dtype), _floats(1))
-    for given in itertools.product(types, (2, 3, 4), (False, True), (False, True)):
-        yield "logprobs {} {} {} {}".format(*given), lambda given=given: _logprobs(*given)
+    for structure in itertools.product(types, (2, 3, 4), (False, True), (False, True)):
+        yield "logprobs {} {} {} {}".format(*structure), lambda structure=structure: _logprobs(*structure)
     yield from paths()
 
 

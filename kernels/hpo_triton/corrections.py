@@ -30,6 +30,7 @@ from .leaves import (
     REPAIR,
     SUM,
     VALID,
+    CallerLeaves,
     Leaves,
     add_to_segments,
     check_leaves,
@@ -196,14 +197,14 @@ def _correct_tokens(
     weighted = PolicyLossInputs(logp, old_logp, advantages, None, None, mask, token_weight=token_weight)
     loss = (loss_logp, loss_old_logp, ref_logp)
     tables = Leaves(begin, end, row, ancestors, owner, segments, state)
-    given = (leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens)
+    caller_leaves = CallerLeaves(leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens)
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP == CHECK:
-            check_leaves(given, tables, leaves, rows, tokens, DEPTH)
+            check_leaves(caller_leaves, tables, leaves, rows, tokens, DEPTH)
         elif STEP == REPAIR:
-            repair_leaves(given, tables, leaves, rows, tokens, DEPTH, FIRST, LAST)
+            repair_leaves(caller_leaves, tables, leaves, rows, tokens, DEPTH, FIRST, LAST)
         elif STEP == SUM:
             for block in range(program, slots // SLOTS, programs):
                 _reduce_block(inputs, loss, token_weight, tables, factor, block, tokens, leaves, READING, RULE, DEPTH)

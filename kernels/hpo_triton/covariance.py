@@ -65,10 +65,10 @@ def _sum_members(
     of_advantages = tl.zeros([TILE], tl.float64)
     for tile in range(program, tl.cdiv(tokens, TILE), programs):
         start = tile * TILE
-        given = _members(logp, advantages, cu_seqlens, mask, start, tokens, rows, broken, ALIGNED)
-        count += given.valid.to(tl.int32)
-        of_logp += given.logp.to(tl.float64)
-        of_advantages += given.advantage.to(tl.float64)
+        tile_members = _members(logp, advantages, cu_seqlens, mask, start, tokens, rows, broken, ALIGNED)
+        count += tile_members.valid.to(tl.int32)
+        of_logp += tile_members.logp.to(tl.float64)
+        of_advantages += tile_members.advantage.to(tl.float64)
     tl.store(sums + program, tl.sum(count).to(tl.float64))
     tl.store(sums + PROGRAMS + program, tl.sum(of_logp))
     tl.store(sums + 2 * PROGRAMS + program, tl.sum(of_advantages))
@@ -117,16 +117,16 @@ def _write_keys(
         start = tile * TILE
         whole = start + TILE <= tokens
         token = start + tl.arange(0, TILE)
-        given = _members(logp, advantages, cu_seqlens, mask, start, tokens, rows, broken, ALIGNED)
-        term = (given.advantage.to(tl.float64) - mean_advantage) * (given.logp.to(tl.float64) - mean_logp)
+        tile_members = _members(logp, advantages, cu_seqlens, mask, start, tokens, rows, broken, ALIGNED)
+        term = (tile_members.advantage.to(tl.float64) - mean_advantage) * (tile_members.logp.to(tl.float64) - mean_logp)
         if old_logp is None:
-            has_key = given.valid
+            has_key = tile_members.valid
             key = clamp(term, -LARGEST, LARGEST).to(tl.float32)
         else:  # PPO leaves the ratio as it is, and the term is between the bounds
-            log_ratio = given.logp.to(tl.float64) - load(old_logp, token, tokens, whole, ALIGNED).to(tl.float64)
-            passes = tl.where(given.advantage < 0.0, log_ratio >= least, log_ratio == log_ratio)
-            passes &= (given.advantage <= 0.0) | (log_ratio <= most)
-            has_key = given.valid & passes & (term > low) & (term < high)
+            log_ratio = tile_members.logp.to(tl.float64) - load(old_logp, token, tokens, whole, ALIGNED).to(tl.float64)
+            passes = tl.where(tile_members.advantage < 0.0, log_ratio >= least, log_ratio == log_ratio)
+            passes &= (tile_members.advantage <= 0.0) | (log_ratio <= most)
+            has_key = tile_members.valid & passes & (term > low) & (term < high)
             key = _draw_of_place(token, factor, offset)
         store(keys, token, tl.where(has_key, key, float("-inf")), tokens, whole, ALIGNED)
 
@@ -145,11 +145,11 @@ def covariance(
     keys = torch.empty_like(logp)
     members = torch.empty(1, dtype=torch.int64, device=logp.device)
     sums = torch.empty((SUMS.value, PROGRAMS.value), dtype=torch.float64, device=logp.device)
-    given, programs = (logp, advantages, cu_seqlens, mask), programs_for(tokens, TILE.value)
+    inputs, programs = (logp, advantages, cu_seqlens, mask), programs_for(tokens, TILE.value)
     is_aligned = aligned(logp, mask, old_logp)
-    launch(_sum_members, programs, *given, sums, tokens, rows, ALIGNED=is_aligned)
+    launch(_sum_members, programs, *inputs, sums, tokens, rows, ALIGNED=is_aligned)
     launch(
-        _write_keys, programs, *given, old_logp, sums, keys, members, tokens, rows, *bounds, factor, offset,
+        _write_keys, programs, *inputs, old_logp, sums, keys, members, tokens, rows, *bounds, factor, offset,
         ALIGNED=is_aligned, maxnreg=REGISTERS,
     )  # fmt: skip
     return keys, members

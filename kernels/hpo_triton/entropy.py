@@ -207,8 +207,8 @@ def select_top(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The threshold, the counts of the population, and the selection with that threshold."""
     selected = torch.empty_like(values, dtype=torch.bool)
-    found = order_statistic(values, numerator, denominator, rule, mask, cu_seqlens, strict, selected)
-    return *found, selected
+    threshold_and_counts = order_statistic(values, numerator, denominator, rule, mask, cu_seqlens, strict, selected)
+    return *threshold_and_counts, selected
 
 
 # ----------------------------------------------------------------------------------------------------------- selection

@@ -75,10 +75,10 @@ class Clipped(NamedTuple):
 
 
 @triton.jit
-def _bound(given, loaded, of_positive, of_negative, driven, t):
-    """``given``: the tensor, or None; ``driven``: bit 0 for advantages >= 0, bit 1 for < 0: it replaces the bound."""
+def _bound(tensor, loaded, of_positive, of_negative, driven, t):
+    """``tensor``: the tensor, or None; ``driven``: bit 0 for advantages >= 0, bit 1 for < 0: it replaces the bound."""
     value = tl.where(t.negative, of_negative, of_positive)
-    if given is not None:
+    if tensor is not None:
         value = tl.where(t.valid & (((driven >> t.negative.to(tl.int64)) & 1) == 1), loaded, value)
     return value
 

@@ -29,7 +29,7 @@ PIVOT, MEMBERS, WEIGHT, SUM, SQUARES, LEAST, GREATEST = (tl.constexpr(field) for
 FIELDS = tl.constexpr(7)
 
 
-class Given(NamedTuple):
+class Grouping(NamedTuple):
     """The tensors of one grouping."""
 
     x: torch.Tensor  # the values; a tuple in Triton already has an attribute `values`
@@ -63,20 +63,20 @@ class Group(NamedTuple):
 
 
 @triton.jit
-def load_units(given, unit, exists):
-    value = tl.load(given.x + unit, mask=exists, other=0.0)
+def load_units(grouping, unit, exists):
+    value = tl.load(grouping.x + unit, mask=exists, other=0.0)
     grouped = exists & is_finite(value)
     id = unit * 0
-    if given.ids is not None:
-        id = tl.load(given.ids + unit, mask=exists, other=-1)
+    if grouping.ids is not None:
+        id = tl.load(grouping.ids + unit, mask=exists, other=-1)
         grouped &= id >= 0
     counted = grouped
-    if given.mask is not None:
-        counted &= tl.load(given.mask + unit, mask=exists, other=False)
+    if grouping.mask is not None:
+        counted &= tl.load(grouping.mask + unit, mask=exists, other=False)
     member = counted
     weight = tl.full(value.shape, 1.0, tl.float32)
-    if given.weights is not None:
-        weight = tl.load(given.weights + unit, mask=exists, other=0.0)
+    if grouping.weights is not None:
+        weight = tl.load(grouping.weights + unit, mask=exists, other=0.0)
         member &= (weight > 0.0) & is_finite(weight)
     return Units(
         value=tl.where(grouped, value, 0.0).to(tl.float64),
@@ -94,12 +94,12 @@ def load_units(given, unit, exists):
 
 
 @triton.jit
-def _load_members(given, order, position, here, id):
+def _load_members(grouping, order, position, here, id):
     """Units [.., WIDTH], and whether they are members of each group [K, WIDTH]."""
     unit = position
     if order is not None:
         unit = tl.load(order + position, mask=here, other=0)
-    units = load_units(given, unit, here)
+    units = load_units(grouping, unit, here)
     member = units.member
     if id is not None:
         member &= units.id == id
@@ -107,25 +107,25 @@ def _load_members(given, order, position, here, id):
 
 
 @triton.jit
-def _pivot(given, order, begin, length, id, WIDTH: tl.constexpr):
+def _pivot(grouping, order, begin, length, id, WIDTH: tl.constexpr):
     ROWS: tl.constexpr = begin.shape[0] if id is None else id.shape[0]
     end = begin + length
     lane = tl.arange(0, WIDTH)[None, :]
     first = tl.broadcast_to(end, [ROWS, WIDTH])
     for start in range(0, tl.max(length), WIDTH):
         position = begin + start + lane
-        _, member = _load_members(given, order, position, position < end, id)
+        _, member = _load_members(grouping, order, position, position < end, id)
         first = tl.minimum(first, tl.where(member, position, end))
     first = tl.min(first, axis=1, keep_dims=True)
     unit = first if order is None else tl.load(order + first, mask=first < end, other=0)
-    return tl.load(given.x + unit, mask=first < end, other=0.0).to(tl.float64)
+    return tl.load(grouping.x + unit, mask=first < end, other=0.0).to(tl.float64)
 
 
 @triton.jit
-def sum_group(given, order, begin, length, id, WIDTH: tl.constexpr, EXTREMES: tl.constexpr):
+def sum_group(grouping, order, begin, length, id, WIDTH: tl.constexpr, EXTREMES: tl.constexpr):
     """The sums of each group ``[ROWS, 1]``. A lane adds every WIDTH-th unit."""
     ROWS: tl.constexpr = begin.shape[0] if id is None else id.shape[0]
-    pivot = _pivot(given, order, begin, length, id, WIDTH)
+    pivot = _pivot(grouping, order, begin, length, id, WIDTH)
     end = begin + length
     lane = tl.arange(0, WIDTH)[None, :]
     members = tl.zeros([ROWS, WIDTH], tl.int32)
@@ -136,11 +136,11 @@ def sum_group(given, order, begin, length, id, WIDTH: tl.constexpr, EXTREMES: tl
     greatest = tl.full([ROWS, WIDTH], float("-inf"), tl.float64)
     for start in range(0, tl.max(length), WIDTH):
         position = begin + start + lane
-        units, member = _load_members(given, order, position, position < end, id)
+        units, member = _load_members(grouping, order, position, position < end, id)
         offset = tl.where(member, units.value - pivot, 0.0)
         weighted = units.weight * offset
         members += member.to(tl.int32)
-        if given.weights is not None:
+        if grouping.weights is not None:
             weight += tl.where(member, units.weight, 0.0)
         sum += weighted
         squares += weighted * offset
@@ -149,7 +149,7 @@ def sum_group(given, order, begin, length, id, WIDTH: tl.constexpr, EXTREMES: tl
             greatest = tl.maximum(greatest, tl.where(member, units.value, float("-inf")))
     count = tl.sum(members, axis=1, keep_dims=True).to(tl.float64)
     total_weight = count
-    if given.weights is not None:
+    if grouping.weights is not None:
         total_weight = tl.sum(weight, axis=1, keep_dims=True)
     return Group(
         pivot=pivot,
@@ -175,7 +175,7 @@ def squares_of(group):
 
 
 @triton.jit
-def sum_absolute(given, order, begin, length, id, group, WIDTH: tl.constexpr):
+def sum_absolute(grouping, order, begin, length, id, group, WIDTH: tl.constexpr):
     """The sum of w |x - mean| over the members of ``group``."""
     ROWS: tl.constexpr = begin.shape[0] if id is None else id.shape[0]
     center = center_of(group)
@@ -184,7 +184,7 @@ def sum_absolute(given, order, begin, length, id, group, WIDTH: tl.constexpr):
     absolute = tl.zeros([ROWS, WIDTH], tl.float64)
     for start in range(0, tl.max(length), WIDTH):
         position = begin + start + lane
-        units, member = _load_members(given, order, position, position < end, id)
+        units, member = _load_members(grouping, order, position, position < end, id)
         absolute += tl.where(member, units.weight * tl.abs((units.value - group.pivot) - center), 0.0)
     return tl.sum(absolute, axis=1, keep_dims=True)
 
@@ -202,9 +202,9 @@ def run_of(sorted_ids, units):
         position = begin + length + tl.arange(0, AT_ONCE)[None, :]
         here = continues & (position < units)
         here &= tl.load(sorted_ids + position, mask=here, other=-1) == id
-        found = tl.sum(here.to(tl.int64), axis=1, keep_dims=True)
-        continues &= found == AT_ONCE
-        length += found
+        equal = tl.sum(here.to(tl.int64), axis=1, keep_dims=True)
+        continues &= equal == AT_ONCE
+        length += equal
         searching = tl.max(continues.to(tl.int32))
     return begin, length
 
@@ -225,7 +225,7 @@ def _sum_tiles(
     program = tl.program_id(0).to(tl.int64)
     begin = tl.zeros([1, 1], tl.int64) + program * TILE_UNITS
     length = tl.minimum(units - begin, TILE_UNITS)
-    group = sum_group(Given(values, ids, weights, mask), None, begin, length, None, TILE_UNITS, EXTREMES)
+    group = sum_group(Grouping(values, ids, weights, mask), None, begin, length, None, TILE_UNITS, EXTREMES)
     at = sums + program * FIELDS + tl.zeros([1, 1], tl.int32)
     for field in tl.static_range(FIELDS):
         tl.store(at + field, group[field])
@@ -301,8 +301,8 @@ def _sum_absolute_tiles(
     program = tl.program_id(0).to(tl.int64)
     begin = tl.zeros([1, 1], tl.int64) + program * TILE_UNITS
     length = tl.minimum(units - begin, TILE_UNITS)
-    given = Given(values, None, weights, mask)
-    total = sum_absolute(given, None, begin, length, None, load_all_members(totals), TILE_UNITS)
+    grouping = Grouping(values, None, weights, mask)
+    total = sum_absolute(grouping, None, begin, length, None, load_all_members(totals), TILE_UNITS)
     tl.store(absolute + program + tl.zeros([1, 1], tl.int32), total)
 
 
@@ -327,22 +327,22 @@ def few_blocks(units: int) -> tuple[int, int]:
     return UNITS, OTHERS
 
 
-def all_members(groupings: Sequence[Given], extremes: bool = False) -> torch.Tensor:
+def all_members(groupings: Sequence[Grouping], extremes: bool = False) -> torch.Tensor:
     """The sums over all members, whatever their groups, ``[groupings, FIELDS]`` float64: a launch for each, and one."""
     units, count, device = groupings[0].x.numel(), len(groupings), groupings[0].x.device
     tiles = triton.cdiv(units, TILE_UNITS.value)
     sums = torch.empty((count, tiles, FIELDS.value), dtype=torch.float64, device=device)
     totals = torch.empty((count, FIELDS.value), dtype=torch.float64, device=device)
-    for of_grouping, given in zip(sums, groupings, strict=True):
-        launch(_sum_tiles, tiles, of_grouping, *given, units, EXTREMES=extremes)
+    for of_grouping, grouping in zip(sums, groupings, strict=True):
+        launch(_sum_tiles, tiles, of_grouping, *grouping, units, EXTREMES=extremes)
     launch(_merge_tiles, count, sums, totals, tiles)
     return totals
 
 
-def sum_absolute_tiles(given: Given, totals: torch.Tensor) -> torch.Tensor:
+def sum_absolute_tiles(grouping: Grouping, totals: torch.Tensor) -> torch.Tensor:
     """The sums of w |x - mean| over all members, by tile ``[tiles]`` float64."""
-    units = given.x.numel()
+    units = grouping.x.numel()
     tiles = triton.cdiv(units, TILE_UNITS.value)
-    absolute = torch.empty(tiles, dtype=torch.float64, device=given.x.device)
-    launch(_sum_absolute_tiles, tiles, given.x, given.weights, given.mask, totals, absolute, units)
+    absolute = torch.empty(tiles, dtype=torch.float64, device=grouping.x.device)
+    launch(_sum_absolute_tiles, tiles, grouping.x, grouping.weights, grouping.mask, totals, absolute, units)
     return absolute

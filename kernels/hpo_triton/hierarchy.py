@@ -127,9 +127,9 @@ def _sweep_leaves(
         gated = gate_tokens(t, lowest, highest, gated_levels, leaf, held, pre, numbers, SHAPE)
         counts = count_tokens(counts, t, gated.below, gated.above)
 
-        given_weight = None if token_weight is None and READING.rule is None else weight
+        own_weight = None if token_weight is None and READING.rule is None else weight
         policy, penalty, loss_t, derivative = differentiate_tokens(
-            t, gated, given_weight, kl_weight, penalty_mask, token, tokens, whole, kl_beta, pre, numbers, SHAPE, ALIGNED
+            t, gated, own_weight, kl_weight, penalty_mask, token, tokens, whole, kl_beta, pre, numbers, SHAPE, ALIGNED
         )
         if grad is not None:
             tl.store(grad + token, tl.where(t.valid, derivative, 0.0), mask=slots.inside)

@@ -42,10 +42,10 @@ def _of_levels(gated_levels, leaf, held, negative, FIELD: tl.constexpr, CHANNEL:
 
 
 @triton.jit
-def token_bound(given, loaded, of_positive, of_negative, driven, t):
-    """A token's bound in log space, rounded once, as the bounds of all tokens are. ``given``: the tensor, or None."""
+def token_bound(tensor, loaded, of_positive, of_negative, driven, t):
+    """A token's bound in log space, rounded once, as the bounds of all tokens are. ``tensor``: the tensor, or None."""
     value = tl.where(t.negative, of_negative, of_positive)
-    if given is not None:
+    if tensor is not None:
         own = t.valid & (((driven >> t.negative.to(tl.int64)) & 1) == 1)
         ratio = tl.where(own, loaded, 1.0)
         value = tl.where(own, tl.log(ratio.to(tl.float64)).to(tl.float32), value)

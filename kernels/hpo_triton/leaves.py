@@ -56,6 +56,16 @@ class Leaves(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- good and bad
 
 
+class CallerLeaves(NamedTuple):
+    """The leaves of a call, which may be bad."""
+
+    begin: tl.tensor  # [P], as the next two; None: the leaves are the rows
+    end: tl.tensor
+    row: tl.tensor
+    ancestors: tl.tensor  # [DEPTH, P]; None: each leaf is a segment
+    cu_seqlens: tl.tensor  # [S + 1]
+
+
 class Leaf(NamedTuple):
     begin: tl.tensor
     end: tl.tensor
@@ -64,12 +74,18 @@ class Leaf(NamedTuple):
 
 
 @triton.jit
-def _inspect(given, leaf, leaves, rows, tokens, DEPTH: tl.constexpr):
-    leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens = given
+def _ends_of(caller_leaves):
+    return caller_leaves.cu_seqlens + 1 if caller_leaves.end is None else caller_leaves.end
+
+
+@triton.jit
+def _inspect(caller_leaves, leaf, leaves, rows, tokens, DEPTH: tl.constexpr):
+    ancestors, cu_seqlens = caller_leaves.ancestors, caller_leaves.cu_seqlens
     exists = leaf < leaves
-    begin = tl.load((cu_seqlens if leaf_begin is None else leaf_begin) + leaf, mask=exists, other=0)
-    end = tl.load((cu_seqlens + 1 if leaf_end is None else leaf_end) + leaf, mask=exists, other=0)
-    row = leaf if leaf_row is None else tl.load(leaf_row + leaf, mask=exists, other=0)
+    begins = cu_seqlens if caller_leaves.begin is None else caller_leaves.begin
+    begin = tl.load(begins + leaf, mask=exists, other=0)
+    end = tl.load(_ends_of(caller_leaves) + leaf, mask=exists, other=0)
+    row = leaf if caller_leaves.row is None else tl.load(caller_leaves.row + leaf, mask=exists, other=0)
     known = exists & (row >= 0) & (row < rows)
     range = row_range(cu_seqlens, tl.where(known, row, rows), rows, tokens)
     good = known & (range.bad == False) & (begin >= range.begin)  # noqa: E712 (`not` is for scalars)
@@ -82,13 +98,12 @@ def _inspect(given, leaf, leaves, rows, tokens, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH: tl.constexpr):
+def _check_block(caller_leaves, tables, block, blocks, leaves, rows, tokens, DEPTH: tl.constexpr):
     """Copies leaves as if they were good, and marks the block if one is not good, or not behind the one before it."""
     leaf = block * LEAVES + tl.arange(0, LEAVES).to(tl.int64)
     exists = leaf < leaves
-    read = _inspect(given, leaf, leaves, rows, tokens, DEPTH)
-    ends = given[4] + 1 if given[1] is None else given[1]
-    before = tl.load(ends + leaf - 1, mask=exists & (leaf > 0), other=0)
+    read = _inspect(caller_leaves, leaf, leaves, rows, tokens, DEPTH)
+    before = tl.load(_ends_of(caller_leaves) + leaf - 1, mask=exists & (leaf > 0), other=0)
     tl.store(tables.begin + leaf, read.begin, mask=exists)
     tl.store(tables.end + leaf, read.end, mask=exists)
     tl.store(tables.row + leaf, read.row, mask=exists)
@@ -98,36 +113,34 @@ def _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH: tl.c
 
 
 @triton.jit
-def _repair(given, tables, disorder, blocks, leaves, rows, tokens, DEPTH: tl.constexpr):
+def _repair(caller_leaves, tables, disorder, blocks, leaves, rows, tokens, DEPTH: tl.constexpr):
     """One leaf after the other, from the first block in disorder on: there is none in a sound batch."""
     first = (blocks - disorder) * LEAVES
     covered = tl.load(tables.end + first - 1, mask=first > 0, other=0)  # by the good leaves before
     bad = first * 0
     for leaf in range(first, leaves):
-        read = _inspect(given, leaf, leaves, rows, tokens, DEPTH)
+        read = _inspect(caller_leaves, leaf, leaves, rows, tokens, DEPTH)
         good = read.good & (read.begin >= covered)
         tl.store(tables.begin + leaf, tl.where(good, read.begin, covered))
         covered = tl.where(good, read.end, covered)
         tl.store(tables.end + leaf, covered)
         tl.store(tables.row + leaf, tl.where(good, read.row, 0))
-        if given[2] is not None:  # else it is a row, which counts as one
+        if caller_leaves.row is not None:  # else it is a row, which counts as one
             bad += tl.where(good, 0, 1)
     tl.store(tables.state + BROKEN, bad)
 
 
 @triton.jit
-def check_leaves(given, tables, leaves, rows, tokens, DEPTH: tl.constexpr):
-    """The step CHECK. ``given``: begin, end and row of the caller's leaves, or None where rows are the leaves; their
-    ancestors, or None where each leaf is a segment; the offsets of the rows. ``tables``: the Leaves."""
+def check_leaves(caller_leaves, tables, leaves, rows, tokens, DEPTH: tl.constexpr):
+    """The step CHECK, from the CallerLeaves to the ``tables``, which are Leaves."""
     blocks = tl.cdiv(leaves, LEAVES)
     for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0).to(tl.int64)):
-        _check_block(given, tables, block, blocks, leaves, rows, tokens, DEPTH)
+        _check_block(caller_leaves, tables, block, blocks, leaves, rows, tokens, DEPTH)
 
 
 @triton.jit
 def repair_leaves(
-    given, tables, leaves, rows, tokens, DEPTH: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr,
+    caller_leaves, tables, leaves, rows, tokens, DEPTH: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """The step REPAIR, which has a barrier behind it only where there is something to repair."""
     programs = tl.num_programs(0).to(tl.int64)
@@ -136,7 +149,7 @@ def repair_leaves(
     disorder = tl.load(tables.state + DISORDER)
     if disorder > 0:
         if tl.program_id(0) == 0:
-            _repair(given, tables, disorder, tl.cdiv(leaves, LEAVES), leaves, rows, tokens, DEPTH)
+            _repair(caller_leaves, tables, disorder, tl.cdiv(leaves, LEAVES), leaves, rows, tokens, DEPTH)
         if LAST > REPAIR:
             wait_for_programs(tables.state + REPAIRED, programs)
 
@@ -189,9 +202,9 @@ def raise_segments(segments, segment, value, FIELD: tl.constexpr, some):
 def find_leaves(tables, block, leaves, tokens, ALIGN: tl.constexpr):
     """The tokens of a block of slots, whose leaves are written to ``tables.owner``."""
     slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
-    found = slot_owner(tables.begin, leaves, tokens, slot)
-    tl.store(tables.owner + slot, found)
-    return tokens_of_slots(tables.begin, tables.end, found, leaves, tokens, slot, ALIGN)
+    owner = slot_owner(tables.begin, leaves, tokens, slot)
+    tl.store(tables.owner + slot, owner)
+    return tokens_of_slots(tables.begin, tables.end, owner, leaves, tokens, slot, ALIGN)
 
 
 # --------------------------------------------------------------------------------------------------------------- host

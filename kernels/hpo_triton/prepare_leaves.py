@@ -32,6 +32,7 @@ from .leaves import (
     REPAIR,
     SUM,
     VALID,
+    CallerLeaves,
     Leaves,
     add_to_segments,
     check_leaves,
@@ -157,7 +158,7 @@ def _prepare_leaves(
         token_weight, correction_first=correction_first, correction_second=correction_second,
     )  # fmt: skip
     tables = Leaves(begin, end, row, ancestors, owner, segments, state)
-    given = (leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens)
+    caller_leaves = CallerLeaves(leaf_begin, leaf_end, leaf_row, ancestors, cu_seqlens)
     lows = (
         (low_00, low_01, low_02, low_03), (low_10, low_11, low_12, low_13),
         (low_20, low_21, low_22, low_23), (low_30, low_31, low_32, low_33),
@@ -174,9 +175,9 @@ def _prepare_leaves(
     programs = tl.num_programs(0).to(tl.int64)
     for STEP in tl.static_range(FIRST, LAST + 1):
         if STEP == CHECK:
-            check_leaves(given, tables, leaves, rows, tokens, DEPTH)
+            check_leaves(caller_leaves, tables, leaves, rows, tokens, DEPTH)
         elif STEP == REPAIR:
-            repair_leaves(given, tables, leaves, rows, tokens, DEPTH, FIRST, LAST)
+            repair_leaves(caller_leaves, tables, leaves, rows, tokens, DEPTH, FIRST, LAST)
         elif STEP == SUM:
             blocks = slots // SLOTS
             for block in range(program, blocks, programs):

@@ -177,12 +177,12 @@ def _scan_only_scope(
         quantile = (numerator, denominator, digits)
         prefix, rank, n, wanted = _prefix_of(histograms, k, *quantile, RULE, AT if AT < 3 else 3)
         if AT < 3:
-            found, errors = _count_digit(
+            histogram, errors = _count_digit(
                 values, mask, offsets, order, first, end, segments, tokens, prefix,
                 SHIFT=21 if AT == 0 else 10 if AT == 1 else 0, BITS=10 if AT == 2 else 11,
             )  # fmt: skip
             bins = tl.arange(0, BINS)
-            tl.atomic_add(histograms + AT * BINS + bins, found, mask=found > 0, sem="relaxed")
+            tl.atomic_add(histograms + AT * BINS + bins, histogram, mask=histogram > 0, sem="relaxed")
             if AT == 0:
                 tl.atomic_add(histograms + 3 * BINS, errors, sem="relaxed")
         elif k is None:
@@ -193,10 +193,10 @@ def _scan_only_scope(
         elif wanted > 0:
             if AT == 3:  # counts the last digit of its own share once more
                 kept = (prefix >> 10) & 0x3FFFFF
-                found, _ = _count_digit(
+                histogram, _ = _count_digit(
                     values, mask, offsets, order, first, end, segments, tokens, kept, SHIFT=0, BITS=10
                 )
-                own = tl.sum(tl.where(tl.arange(0, BINS) == (prefix & 1023), found, 0))
+                own = tl.sum(tl.where(tl.arange(0, BINS) == (prefix & 1023), histogram, 0))
                 tl.store(ties + program, own)
             else:
                 tied = tl.load(histograms + 2 * BINS + (prefix & 1023))

@@ -17,7 +17,7 @@ from .groups import (
     RUNS,
     SCANNED,
     TILE_UNITS,
-    Given,
+    Grouping,
     all_members,
     center_of,
     few_blocks,
@@ -192,15 +192,15 @@ def _statistics_of_few(
     unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)[:, None]
     begin = tl.zeros([1, 1], tl.int32)
     id = tl.load(ids + unit, mask=unit < units, other=-1)
-    given = Given(values, ids, weights, mask)
-    group = sum_group(given, None, begin, begin + tl.cast(units, tl.int32), id, OTHERS, True)
+    grouping = Grouping(values, ids, weights, mask)
+    group = sum_group(grouping, None, begin, begin + tl.cast(units, tl.int32), id, OTHERS, True)
     _store_statistics(statistics, group, unit, units, unit < units)
 
 
 @kernel
 def _statistics_of_runs(statistics, values, ids, weights, mask, sorted_ids, order, units: tl.int64):
     begin, length = run_of(sorted_ids, units)
-    group = sum_group(Given(values, ids, weights, mask), order, begin, length, None, AT_ONCE, True)
+    group = sum_group(Grouping(values, ids, weights, mask), order, begin, length, None, AT_ONCE, True)
     for start in range(0, tl.max(length), AT_ONCE):
         position = begin + start + tl.arange(0, AT_ONCE)[None, :]
         here = position < begin + length
@@ -217,21 +217,21 @@ def group_statistics(
     values: torch.Tensor, ids: torch.Tensor | None, weights: torch.Tensor | None, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Statistics of the group of every unit ``[6, U]`` float64: count, weight, mean, squares, least, greatest."""
-    units, given = values.numel(), Given(values, ids, weights, mask)
+    units, grouping = values.numel(), Grouping(values, ids, weights, mask)
     statistics = torch.empty((6, units), dtype=torch.float64, device=values.device)
     if ids is None:
-        totals = all_members([given], extremes=True)
+        totals = all_members([grouping], extremes=True)
         programs = triton.cdiv(units, TILE_UNITS.value)
         launch(_statistics_of_all_members, programs, statistics, totals, units)
     elif units <= SCANNED:
         block, others = few_blocks(units)
         launch(
-            _statistics_of_few, triton.cdiv(units, block), statistics, *given, units, UNITS=block, OTHERS=others,
+            _statistics_of_few, triton.cdiv(units, block), statistics, *grouping, units, UNITS=block, OTHERS=others,
             maxnreg=REGISTERS,
         )  # fmt: skip
     else:
         launch(
-            _statistics_of_runs, triton.cdiv(units, RUNS.value), statistics, *given, *torch.sort(ids, stable=True),
+            _statistics_of_runs, triton.cdiv(units, RUNS.value), statistics, *grouping, *torch.sort(ids, stable=True),
             units, maxnreg=REGISTERS,
         )  # fmt: skip
     return statistics

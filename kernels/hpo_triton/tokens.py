@@ -124,18 +124,18 @@ def advantage_of(inputs, loaded, row, exists, READING: tl.constexpr):
 def read_tokens(inputs, loaded, token_weight, row, rows, inside, READING: tl.constexpr):
     """``token_weight``: see weight_of_tokens; ``row`` and ``inside`` broadcast to the tokens. Selects and never
     multiplies by a mask: the numbers at masked positions do not matter, not even NaN."""
-    given = inside if inputs.mask is None else inside & loaded.mask
-    logp = tl.where(given, loaded.logp, 0.0)
-    raw = logp - tl.where(given, loaded.old_logp, 0.0)
+    unmasked = inside if inputs.mask is None else inside & loaded.mask
+    logp = tl.where(unmasked, loaded.logp, 0.0)
+    raw = logp - tl.where(unmasked, loaded.old_logp, 0.0)
     known = raw == raw
     infinite = tl.abs(raw) == float("inf")
     raw_s = raw
     if inputs.ref_logp is not None:
-        raw_s = logp - tl.where(given, loaded.ref_logp, 0.0)
+        raw_s = logp - tl.where(unmasked, loaded.ref_logp, 0.0)
         known &= raw_s == raw_s
         infinite |= tl.abs(raw_s) == float("inf")
-    valid = given & known
-    unknown = given & (known == False)  # noqa: E712 (`not` is for scalars)
+    valid = unmasked & known
+    unknown = unmasked & (known == False)  # noqa: E712 (`not` is for scalars)
 
     weight = tl.load(inputs.weights + row, mask=row < rows, other=0.0)
     advantage = advantage_of(inputs, loaded, row, row < rows, READING)
@@ -162,7 +162,7 @@ def read_tokens(inputs, loaded, token_weight, row, rows, inside, READING: tl.con
     if inputs.token_mask is not None:
         selected &= loaded.token_mask
     if inputs.score is not None:
-        score = tl.where(given, loaded.score, 0.0)
+        score = tl.where(unmasked, loaded.score, 0.0)
         unknown |= valid & (score != score)
         threshold = tl.load(inputs.threshold)
         selected &= (score > threshold) if READING.strict else (score >= threshold)

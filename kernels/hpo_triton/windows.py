@@ -47,12 +47,12 @@ def _fold(part, further, AGGREGATE: tl.constexpr):
 
 @triton.jit
 def _score_of(
-    value, given, folded, usable, inside, width,
+    value, valid, folded, usable, inside, width,
     BOUNDARY: tl.constexpr, INVALID: tl.constexpr, AGGREGATE: tl.constexpr,
 ):  # fmt: skip
     """The scores of tokens whose windows, cut by their rows, have ``inside`` positions, ``usable`` of them in
-    ``folded``."""
-    defined = given & (usable > 0)
+    ``folded``. ``valid``: the token is in a row and not masked."""
+    defined = valid & (usable > 0)
     if BOUNDARY == FULL:
         defined &= inside == width
     if INVALID == BREAK:
@@ -62,7 +62,7 @@ def _score_of(
         terms = width if BOUNDARY == ZERO else tl.maximum(usable, 1)
         folded = folded / terms.to(tl.float64)
     result = tl.where(defined, folded.to(tl.float32), float("-inf"))
-    return tl.where(given & (is_finite(value) == False), float("nan"), result)  # noqa: E712
+    return tl.where(valid & (is_finite(value) == False), float("nan"), result)  # noqa: E712
 
 
 @triton.jit
@@ -91,13 +91,13 @@ def _score_windows(
     start = tl.program_id(0).to(tl.int64) * TILE
     whole = start + TILE <= tokens
     token = start + tl.arange(0, TILE)
-    _, range_, given = places_of_tile(cu_seqlens, rows, tokens, start)
+    _, range_, valid = places_of_tile(cu_seqlens, rows, tokens, start)
     # A window is cut by its row: the loop goes no further than the longest row of this tile.
-    behind = tl.max(tl.where(given, token - range_.begin, 0))
-    ahead = tl.max(tl.where(given, range_.end - 1 - token, 0))
+    behind = tl.max(tl.where(valid, token - range_.begin, 0))
+    ahead = tl.max(tl.where(valid, range_.end - 1 - token, 0))
     value = load(values, token, tokens, whole, ALIGNED)
     if mask is not None:
-        given &= load(mask, token, tokens, whole, ALIGNED)
+        valid &= load(mask, token, tokens, whole, ALIGNED)
 
     # Sums are float64 and in the order of the window: exact for equal values, and independent of the packing.
     empty = _empty(AGGREGATE)
@@ -105,7 +105,7 @@ def _score_windows(
     usable = tl.zeros([TILE], tl.int64)
     for offset in range(tl.maximum(first, -behind), tl.minimum(last, ahead) + 1):
         neighbour = token + offset
-        used = given & (neighbour >= range_.begin) & (neighbour < range_.end)
+        used = valid & (neighbour >= range_.begin) & (neighbour < range_.end)
         if mask is not None:
             used &= tl.load(mask + neighbour, mask=used, other=False)
         x = tl.load(values + neighbour, mask=used, other=0.0)
@@ -114,7 +114,7 @@ def _score_windows(
         usable += used.to(tl.int64)
 
     _, inside = _window(token, range_, first, last)
-    result = _score_of(value, given, folded, usable, inside, width, BOUNDARY, INVALID, AGGREGATE)
+    result = _score_of(value, valid, folded, usable, inside, width, BOUNDARY, INVALID, AGGREGATE)
     store(score, token, result, tokens, whole, ALIGNED)
 
 
@@ -129,8 +129,8 @@ def _begin_wide_windows(values, mask, part, count, folded, usable, tokens: tl.in
     empty = _empty(AGGREGATE)
     tl.store(part + token, tl.where(used, x, empty), mask=exists)
     tl.store(count + token, used.to(tl.int32), mask=exists)
-    tl.store(folded + token, tl.where(exists, empty, 0.0), mask=exists)
-    tl.store(usable + token, (token * 0).to(tl.int32), mask=exists)
+    tl.store(folded + token, tl.full([TILE], empty, tl.float32), mask=exists)
+    tl.store(usable + token, tl.zeros([TILE], tl.int32), mask=exists)
 
 
 @kernel
@@ -188,14 +188,14 @@ def _finish_wide_windows(
     start = tl.program_id(0).to(tl.int64) * TILE
     token = start + tl.arange(0, TILE)
     exists = token < tokens
-    _, range_, given = places_of_tile(cu_seqlens, rows, tokens, start)
+    _, range_, valid = places_of_tile(cu_seqlens, rows, tokens, start)
     if mask is not None:
-        given &= tl.load(mask + token, mask=exists, other=False)
+        valid &= tl.load(mask + token, mask=exists, other=False)
     value = tl.load(values + token, mask=exists, other=0.0)
     _, inside = _window(token, range_, first, last)
     sums = tl.load(folded + token, mask=exists, other=0.0)
     terms = tl.load(usable + token, mask=exists, other=0).to(tl.int64)
-    result = _score_of(value, given, sums, terms, inside, width, BOUNDARY, INVALID, AGGREGATE)
+    result = _score_of(value, valid, sums, terms, inside, width, BOUNDARY, INVALID, AGGREGATE)
     tl.store(score + token, result, mask=exists)
 
 
@@ -250,7 +250,7 @@ def window_score(
     tokens, rows = values.numel(), cu_seqlens.numel() - 1
     score = torch.empty_like(values)
     programs, carries = triton.cdiv(tokens, TILE.value), boundary is Boundary.CARRY
-    given, pack = (values, mask, cu_seqlens), (tokens, rows)
+    tensors, pack = (values, mask, cu_seqlens), (tokens, rows)
     # No bound by the pack changes the content of a window.
     window = (max(first, -tokens), min(last, tokens))
     width = min(last - first + 1, 2**63 - 1)  # a number of a launch has 64 bits
@@ -260,18 +260,18 @@ def window_score(
     }  # fmt: skip
     if window[1] - window[0] < WIDE:
         launch(
-            _score_windows, programs, *given, score, *pack, *window, width, **structure,
+            _score_windows, programs, *tensors, score, *pack, *window, width, **structure,
             ALIGNED=aligned(values, mask),
         )  # fmt: skip
     else:
-        _score_wide_windows(given, pack, window, width, score, structure)
+        _score_wide_windows(tensors, pack, window, width, score, structure)
     if carries:
-        launch(_carry_rows, rows, *given, score, *pack)
+        launch(_carry_rows, rows, *tensors, score, *pack)
     return score
 
 
 def _score_wide_windows(
-    given: tuple[torch.Tensor | None, ...],
+    tensors: tuple[torch.Tensor | None, ...],
     pack: tuple[int, int],
     window: tuple[int, int],
     width: int,
@@ -282,11 +282,11 @@ def _score_wide_windows(
     programs = triton.cdiv(tokens, TILE.value)
     part, next_part, folded = score.new_empty((3, tokens))
     count, next_count, usable = score.new_empty((3, tokens), dtype=torch.int32)
-    launch(_begin_wide_windows, programs, *given[:2], part, count, folded, usable, tokens, **fold)
+    launch(_begin_wide_windows, programs, *tensors[:2], part, count, folded, usable, tokens, **fold)
     span = 1
     while span <= min(window[1] - window[0] + 1, tokens):
         parts = (part, count, next_part, next_count)
-        launch(_add_wide_digit, programs, given[2], *parts, folded, usable, *pack, *window, span, **fold)
+        launch(_add_wide_digit, programs, tensors[2], *parts, folded, usable, *pack, *window, span, **fold)
         part, count, next_part, next_count = next_part, next_count, part, count
         span *= 2
-    launch(_finish_wide_windows, programs, *given, folded, usable, score, *pack, *window, width, **structure)
+    launch(_finish_wide_windows, programs, *tensors, folded, usable, score, *pack, *window, width, **structure)

@@ -20,7 +20,7 @@ MUTANTS = {
         'sem="acq_rel") == programs - 1', 'sem="acq_rel") == programs // 2',
         "test_segments.test_weights_of_rows_in_many_blocks", {},
     ),
-    "triton: a known gradient is a sum, not a mean": Mutant(
+    "triton: a settled gradient is a sum, not a mean": Mutant(
         "triton", "gated_levels.py",
         "if SHAPE.divisors[0][0]:", "if SHAPE.divisors[0][0] and SHAPE.drop:",
         "test_hierarchy.test_every_backend_is_the_definition", {"gate": HIERARCHIES["gspo"]},

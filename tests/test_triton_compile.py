@@ -496,7 +496,7 @@ def test_sizes_and_numbers_never_compile_again():
     assert kernels == {
         "_sweep": 1,
         "_finalise": 1,
-        "_prepare_leaves": 3,  # of a level alone, with a known gradient, with a pre-gate
+        "_prepare_leaves": 3,  # of a level alone, with a settled gradient, with a pre-gate
         "_sweep_leaves": 3,  # likewise
         "_deliver_gradient": 2,
         "_correct_tokens": 1,

@@ -85,7 +85,7 @@ def _return_flows(
         flow = through_pre(tl.where(t.x < 0.0, falling, rising), t.x, t.negative, pre)
         if SHAPE.aggregates[0] == LOG_MEAN_EXP:
             flow *= mean_exp_slope(t.x, SHAPE.channels == 2)
-        receives = t.valid & t.flows & (flow != 0.0)
+        receives = t.valid & t.x_finite & (flow != 0.0)
         received = tl.load(grad + token, mask=receives, other=0.0) + flow
         tl.store(grad + token, clamp(received, -LARGEST, LARGEST), mask=receives)
 

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     term: Term | None
     carries: bool  # gradient flows through some aggregate, and the sweep has to find out how much
     as_ratio: bool  # every token of a leaf has the ratio that stands at Z
-    known: bool  # gradient flows through the aggregate of the only level, and OWN of a leaf is this gradient
+    settled: bool  # gradient flows through the aggregate of the only level, and OWN of a leaf is this gradient
     kl: int
     kl_gradient: int
 
@@ -174,7 +174,7 @@ def gate_leaves(
     if SHAPE.as_ratio:
         value = exp(clamp(value, -SATURATION, SATURATION))
     tl.store(at + Z * KINDS, value, mask=exists)
-    if SHAPE.known:
+    if SHAPE.settled:
         segment = segments + segment_of(ancestors, 0, leaf, leaves, exists) * FIELDS
         coefficients = from_fixed_below(
             tl.load(segment + FLOW + kind, mask=exists, other=0),

@@ -112,7 +112,7 @@ def differentiate_clipped(t, clipped, kl_weight, kl_beta, GATE: tl.constexpr):
         derivative = tl.where(clipped.below | clipped.above, 0.0, derivative)
         if GATE.token == DROP:
             derivative = tl.zeros_like(derivative)
-    derivative = tl.where(t.flows, derivative, 0.0)
+    derivative = tl.where(t.x_finite, derivative, 0.0)
     penalty, loss_t, derivative = with_penalty(
         t, kl_weight, policy.loss_t, derivative, kl_beta, GATE.kl, GATE.kl_gradient
     )

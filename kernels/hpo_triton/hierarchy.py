@@ -7,7 +7,7 @@ of their own (terms.py), on any number of levels, none included:
                          all programs; else _finalise alone
 
 A gate on one level that drops the token's own residual has no third kernel: the gradient that arrives at a token is a
-sum of coefficients times a slope, and both are known before the sweep.
+sum of coefficients times a slope, and both are known before the sweep: the gate is settled.
 
 The first and the third are in steps, of one launch where programs can wait for each other (launch.py). An Exchange
 changes the sums of segments, between the steps that add and those that read; these are launches of their own.
@@ -189,7 +189,7 @@ def policy_loss(
     flows = torch.empty((slots, depth, 2), dtype=torch.float64, device=device) if shape.carries else None
     # Sums of floats have an order to keep: where some flow, a token's place in a slot is its place in the leaf.
     align = 1 if shape.carries else 4
-    bound = {"maxnreg": REGISTERS} if shape.known else {"maxnreg": UNBOUND_REGISTERS} if spec.mean_exp else {}
+    bound = {"maxnreg": REGISTERS} if shape.settled else {"maxnreg": UNBOUND_REGISTERS} if spec.mean_exp else {}
     programs = programs_for(slots, SLOTS.value)
     sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
     launch(
@@ -209,7 +209,7 @@ def policy_loss(
 
 def shape_of(spec: PolicyLossSpec, want_grad: bool) -> Shape:
     carries = want_grad and spec.has_aggregate_grad
-    known, drop = carries and _is_known(spec), spec.token is TokenGate.DROP
+    settled, drop = carries and _is_settled(spec), spec.token is TokenGate.DROP
     routings = tuple(int(level.routing) for level in spec.levels)
     return Shape(
         gates=tuple(int(level.gate) for level in spec.levels),
@@ -221,15 +221,15 @@ def shape_of(spec: PolicyLossSpec, want_grad: bool) -> Shape:
         drop=drop,
         score_head=spec.head is Head.SCORE,
         term=term_of(spec),
-        carries=carries and not known,
+        carries=carries and not settled,
         as_ratio=bool(spec.levels) and drop and not spec.split and spec.term is None,
-        known=known,
+        settled=settled,
         kl=int(spec.kl),
         kl_gradient=int(spec.kl_gradient),
     )
 
 
-def _is_known(spec: PolicyLossSpec) -> bool:
+def _is_settled(spec: PolicyLossSpec) -> bool:
     """Whether the gradient of a token depends on nothing but its segment."""
     is_linear = spec.term is None and not spec.split and spec.head is Head.LINEAR
     aggregates = [level.aggregate for level in spec.levels]

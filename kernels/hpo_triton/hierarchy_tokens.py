@@ -80,7 +80,7 @@ class Gated(NamedTuple):
     below: tl.tensor  # some gate was beyond its bound
     above: tl.tensor
     inside: tl.tensor  # float: the slope of the token gate in the token's channel
-    own: tl.tensor  # the slopes that the levels add to it; with SHAPE.known the gradient itself
+    own: tl.tensor  # the slopes that the levels add to it; with SHAPE.settled the gradient itself
     slope: tl.tensor  # of the finest level, by channel, beside the slope of the token gate there
     rising_inside: tl.tensor
     falling_slope: tl.tensor
@@ -137,7 +137,7 @@ def gated_term(t, gated, token_weight, numbers, SHAPE: tl.constexpr):
 def gated_derivative(t, gated, policy, pre, SHAPE: tl.constexpr):
     """The derivative of the policy term in the log-probability, past the token's own gate."""
     derivative = policy.value
-    if SHAPE.known:
+    if SHAPE.settled:
         derivative = gated.own
     elif SHAPE.score_head == False:  # noqa: E712 (a constexpr)
         # Where the finest level takes the place of the token, its own slope does not count.
@@ -146,7 +146,7 @@ def gated_derivative(t, gated, policy, pre, SHAPE: tl.constexpr):
         derivative = tl.where(gated.x == t.x, derivative, 0.0)
     if SHAPE.term is not None:
         derivative += policy.direct
-    return tl.where(t.flows, derivative, 0.0)
+    return tl.where(t.x_finite, derivative, 0.0)
 
 
 @triton.jit

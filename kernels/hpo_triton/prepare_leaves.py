@@ -3,7 +3,7 @@
     CHECK, REPAIR     leaves that are good or empty, in order (leaves.py)
     SUM               the log-ratios of all segments, unless they are balanced; zeros where no sweep comes
     SUM + k           at a balanced level k: the aggregates of finer segments (gated_levels.py)
-    SUM + 1           where the gradient is known: the coefficients of all segments, whose exponents SUM has found
+    SUM + 1           where the gradient is settled: the coefficients of all segments, whose exponents SUM has found
     GATE              with a level: the gates of all levels above a leaf (gated_levels.py)
 
 A call in stages has an Exchange between the steps that add and those that read, which are launches of their own there.
@@ -109,7 +109,7 @@ def _prepare_leaves(
     cu_seqlens,
     mask,
     ref_logp,
-    score,  # with the next six: None, but where the gradient is known
+    score,  # with the next six: None, but where the gradient is settled
     threshold,
     token_mask,
     token_weight,
@@ -126,7 +126,7 @@ def _prepare_leaves(
     owner,  # [slots], written here
     segments,  # 0, as state is
     state,
-    coefficients,  # [slots, 2] float64, by the sign of the advantage, where the gradient is known
+    coefficients,  # [slots, 2] float64, by the sign of the advantage, where the gradient is settled
     gated_levels,  # [P, GATED_FIELDS, KINDS] float32, or None
     slope_differences,  # [P, DEPTH, KINDS] float64, or None: the slope of a level less that of the finer one
     grad,  # set to 0, as are the next two: tokens outside of all leaves keep the 0
@@ -190,7 +190,7 @@ def _prepare_leaves(
                 wait_for_programs(state + STEP, programs)
             for block in range(program, tl.cdiv(leaves, GATED), programs):
                 gate_leaves(tables, gated_levels, slope_differences, block, leaves, lows, highs, slopes, SHAPE, DEPTH)
-        elif SHAPE.known:
+        elif SHAPE.settled:
             if STEP == COEFFICIENTS:
                 if STEP > FIRST:
                     wait_for_programs(state + STEP, programs)
@@ -242,7 +242,7 @@ def prepare_leaves(
     # Only sums of floats that differ within a leaf have an order to keep: there, a token's place in a slot is its place
     # in the leaf.
     align, coefficients, tensors, rule_bounds = 4, None, (None,) * 6, None
-    if shape.known:
+    if shape.settled:
         coefficients = torch.empty((slots, 2), dtype=torch.float64, device=device)
         parts.insert(0, {COEFFICIENTS.value: triton.cdiv(slots, FLOWS.value)})
         tensors = (
@@ -264,8 +264,8 @@ def prepare_leaves(
         )  # fmt: skip
         if exchange is not None and SUM.value in stage:
             exchange.sums(leaves.fields(VALID, 3))
-            if shape.known:
+            if shape.settled:
                 exchange.largest(leaves.fields(EXPONENT, 2))
-        if exchange is not None and COEFFICIENTS.value in stage and shape.known:
+        if exchange is not None and COEFFICIENTS.value in stage and shape.settled:
             exchange.aggregate_grad(leaves.fields(FLOW, 2))
     return Prepared(leaves, gated_levels, slope_differences)

@@ -49,7 +49,7 @@ def policy_term(t, ratio, SCORE_HEAD: tl.constexpr):
     saturation no longer fit a float."""
     value = tl.where(t.selected, -(t.a * ratio), 0.0)
     if SCORE_HEAD:
-        logp = tl.where(t.flows, t.logp, 0.0)
+        logp = tl.where(t.x_finite, t.logp, 0.0)
         loss = scored(value * logp).to(tl.float64)
         loss_t = scored(-(t.unweighted * ratio) * logp).to(tl.float64)
     else:
@@ -73,9 +73,9 @@ def _penalty(t, ESTIMATOR: tl.constexpr, GRADIENT: tl.constexpr):
         k = k3(s)
         slope = k3_slope(s, decay)
     if GRADIENT == VALUE:
-        derivative = tl.where(t.s_flows, slope, 0.0)
+        derivative = tl.where(t.s_finite, slope, 0.0)
     elif GRADIENT == STRAIGHT_THROUGH:
-        derivative = tl.where(t.s_flows, s, 0.0)
+        derivative = tl.where(t.s_finite, s, 0.0)
     else:  # r k(s), with the gradient through r as well
         r = exp(t.x)
         if ESTIMATOR == K3:  # r e^-s is one exponential so that it saturates as one; r (k3 + k3') = r s
@@ -86,7 +86,7 @@ def _penalty(t, ESTIMATOR: tl.constexpr, GRADIENT: tl.constexpr):
             rise = r * slope
             k = r * k
             both = k + rise
-        derivative = tl.where(t.flows, tl.where(t.s_flows, both, k), tl.where(t.s_flows, rise, 0.0))
+        derivative = tl.where(t.x_finite, tl.where(t.s_finite, both, k), tl.where(t.s_finite, rise, 0.0))
     return k, derivative
 
 

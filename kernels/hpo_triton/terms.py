@@ -226,7 +226,7 @@ def general_term(t, token_weight, z, below, above, numbers, HEAD: tl.constexpr):
     most: tl.constexpr = 2 * DEVIATION_SATURATION if HEAD == CENSORED else of_others  # above it nothing is left
     z = clamp(z, -most, most)
     number = by_sign(t.negative, numbers.head)
-    logp = tl.where(t.flows, t.logp, 0.0)
+    logp = tl.where(t.x_finite, t.logp, 0.0)
     a, kept, a_t, kept_t = t.a, t.weight, t.unweighted, tl.full(z.shape, 1.0, tl.float32)
     if token_weight is not None:
         kept, kept_t = kept * token_weight, token_weight
@@ -261,7 +261,7 @@ def with_own_penalty(t, pays, penalty, loss_t, derivative, strength, PENALTY: tl
         value, slope = k3(-x), -k3_slope(-x, exp(x))
     value = tl.where(pays, strength * value, 0.0)
     penalty += t.weight.to(tl.float64) * value.to(tl.float64)
-    derivative += tl.where(pays & t.flows, t.weight * (strength * slope), 0.0)
+    derivative += tl.where(pays & t.x_finite, t.weight * (strength * slope), 0.0)
     return penalty, loss_t + value.to(tl.float64), derivative
 
 

@@ -57,16 +57,16 @@ class Loaded(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A block of tokens; all is finite, whatever was loaded, but ``logp``, which is read only where ``flows``."""
+    """A block of tokens; all is finite, whatever was loaded, but ``logp``, which is read only where ``x_finite``."""
 
     valid: tl.tensor
     selected: tl.tensor
     negative: tl.tensor  # the advantage is
     logp: tl.tensor
     x: tl.tensor  # log-ratio, saturated
-    flows: tl.tensor  # it was finite: it has a derivative
+    x_finite: tl.tensor  # it was finite: it has a derivative
     s: tl.tensor  # log-ratio to the reference, saturated
-    s_flows: tl.tensor
+    s_finite: tl.tensor
     a: tl.tensor  # weight * advantage * token weight, 0 where not selected
     unweighted: tl.tensor  # the same without the row's weight
     weight: tl.tensor  # of the row, 0 where it is not finite
@@ -173,9 +173,9 @@ def read_tokens(inputs, loaded, token_weight, row, rows, inside, READING: tl.con
         negative=valid & (advantage < 0.0),
         logp=logp,
         x=tl.where(valid, clamp(raw, -SATURATION, SATURATION), 0.0),
-        flows=valid & is_finite(raw),
+        x_finite=valid & is_finite(raw),
         s=tl.where(valid, clamp(raw_s, -SATURATION, SATURATION), 0.0),
-        s_flows=valid & is_finite(raw_s),
+        s_finite=valid & is_finite(raw_s),
         a=tl.where(selected, scaled, 0.0),
         unweighted=tl.where(selected, unweighted, 0.0),
         weight=tl.where(is_finite(weight), weight, 0.0),

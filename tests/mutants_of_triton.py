@@ -77,7 +77,7 @@ MUTANTS = {
     ),
     "triton: a term beyond all floats is infinite": Mutant(
         "triton", "covariance.py",
-        "clamp(term, -LARGEST, LARGEST)", "term",
+        "clamp(term, -LARGEST_FLOAT, LARGEST_FLOAT)", "term",
         "test_covariance.test_terms_beyond_all_floats_are_the_largest", {},
     ),
     "triton: a term on a bound is drawn": Mutant(

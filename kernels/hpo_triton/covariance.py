@@ -13,12 +13,11 @@ import triton.language as tl
 
 from ..specs import TokenDraw
 from .launch import REGISTERS, aligned, kernel, launch, programs_for
-from .math import clamp, is_finite
+from .math import LARGEST_FLOAT, clamp, is_finite
 from .rows import TILE, any_broken, load, owners, places_of_tile, store
 
 PROGRAMS = tl.constexpr(512)  # at least those of a sweep
 SUMS = tl.constexpr(4)  # of a program: members, log-probabilities, advantages, and 1 if any row is broken
-LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 class Members(NamedTuple):
@@ -121,7 +120,7 @@ def _write_keys(
         term = (tile_members.advantage.to(tl.float64) - mean_advantage) * (tile_members.logp.to(tl.float64) - mean_logp)
         if old_logp is None:
             has_key = tile_members.valid
-            key = clamp(term, -LARGEST, LARGEST).to(tl.float32)
+            key = clamp(term, -LARGEST_FLOAT, LARGEST_FLOAT).to(tl.float32)
         else:  # PPO leaves the ratio as it is, and the term is between the bounds
             log_ratio = tile_members.logp.to(tl.float64) - load(old_logp, token, tokens, whole, ALIGNED).to(tl.float64)
             passes = tl.where(tile_members.advantage < 0.0, log_ratio >= least, log_ratio == log_ratio)

@@ -17,9 +17,9 @@ from .fixed_point import FIXED_POINT, from_fixed_below, to_fixed_below
 from .gated_levels import LOG_MEAN_EXP, Shape, of_levels
 from .launch import REGISTERS, kernel, launch_steps, wait_for_programs
 from .leaves import EXPONENT, FIELDS, FIXED, FLOW, VALID, Leaves, add_to_segments, segment_of, slots_of_leaves
-from .math import clamp
+from .math import LARGEST_FLOAT, clamp
 from .rows import SLOTS
-from .sums import LARGEST, total
+from .sums import total
 from .terms import Pre, mean_exp_slope, through_pre
 from .tokens import Reading, load_tokens, read_tokens, up_to
 
@@ -87,7 +87,7 @@ def _return_flows(
             flow *= mean_exp_slope(t.x, SHAPE.channels == 2)
         receives = t.valid & t.x_finite & (flow != 0.0)
         received = tl.load(grad + token, mask=receives, other=0.0) + flow
-        tl.store(grad + token, clamp(received, -LARGEST, LARGEST), mask=receives)
+        tl.store(grad + token, clamp(received, -LARGEST_FLOAT, LARGEST_FLOAT), mask=receives)
 
 
 @kernel

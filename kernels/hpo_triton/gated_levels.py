@@ -10,8 +10,7 @@ import triton.language as tl
 from ..specs import Aggregate, LevelKind, Routing
 from .fixed_point import FIXED_POINT, from_fixed_below
 from .leaves import EXPONENT, FIELDS, FIXED, FLOW, VALID, add_to_segments, segment_of
-from .math import LARGEST_DOUBLE, SATURATION, clamp, exp
-from .sums import LARGEST
+from .math import LARGEST_DOUBLE, LARGEST_FLOAT, SATURATION, clamp, exp
 from .terms import Term
 
 CLIP = tl.constexpr(int(LevelKind.CLIP))
@@ -183,7 +182,7 @@ def gate_leaves(
         passed = tl.sum(coefficients * value.to(tl.float64) * finer_slope, axis=1, keep_dims=True)
         if SHAPE.divisors[0][0]:
             passed = passed / size
-        passed = clamp(0.0 - passed, -LARGEST, LARGEST).to(tl.float32)  # never -0
+        passed = clamp(0.0 - passed, -LARGEST_FLOAT, LARGEST_FLOAT).to(tl.float32)  # never -0
         own = tl.broadcast_to(passed, own.shape)
     tl.store(at + OWN * KINDS, own, mask=exists)
     tl.store(at + SIDE * KINDS, side.to(tl.float32), mask=exists)

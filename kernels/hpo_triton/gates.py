@@ -32,22 +32,11 @@ from . import hierarchy
 from .correction_rules import rule_bounds_of, weight_of_tokens
 from .corrections import correction
 from .launch import kernel, launch, programs_for
-from .math import clamp, exp
+from .math import LARGEST_FLOAT, clamp, exp
 from .rows import TILE, load, places_of_tile, store
 from .scale import scale  # noqa: F401 (an op of its own)
-from .sums import (
-    COLUMNS,
-    LARGEST,
-    add_tokens,
-    bad_rows,
-    count_tokens,
-    finalise,
-    no_sums,
-    policy_term,
-    store_sums,
-    with_penalty,
-)
-from .tokens import bits, load_tokens, read_tokens, reading_of, up_to
+from .sums import COLUMNS, add_tokens, bad_rows, count_tokens, finalise, no_sums, policy_term, store_sums, with_penalty
+from .tokens import bits, has_own_bound, load_tokens, read_tokens, reading_of, up_to
 
 DROP = tl.constexpr(int(TokenGate.DROP))
 
@@ -76,10 +65,10 @@ class Clipped(NamedTuple):
 
 @triton.jit
 def _bound(tensor, loaded, of_positive, of_negative, driven, t):
-    """``tensor``: the tensor, or None; ``driven``: bit 0 for advantages >= 0, bit 1 for < 0: it replaces the bound."""
+    """A token's bound, a ratio. ``tensor``: of the bounds of tokens, or None; ``driven``: see has_own_bound."""
     value = tl.where(t.negative, of_negative, of_positive)
     if tensor is not None:
-        value = tl.where(t.valid & (((driven >> t.negative.to(tl.int64)) & 1) == 1), loaded, value)
+        value = tl.where(has_own_bound(t, driven), loaded, value)
     return value
 
 
@@ -186,7 +175,7 @@ def _sweep(
         if grad is not None:
             store(grad, token, tl.where(t.valid, derivative, 0.0), tokens, whole, True)
         if token_loss is not None:
-            bounded = clamp(loss_t, -LARGEST, LARGEST).to(tl.float32)
+            bounded = clamp(loss_t, -LARGEST_FLOAT, LARGEST_FLOAT).to(tl.float32)
             store(token_loss, token, tl.where(t.valid, bounded, 0.0), tokens, whole, True)
 
         h = None if entropy is None else load(entropy, token, tokens, whole, ALIGNED)

@@ -29,10 +29,10 @@ from .gated_levels import KINDS, Shape
 from .hierarchy_tokens import differentiate_tokens, gate_tokens, token_bound
 from .launch import REGISTERS, kernel, launch, programs_for
 from .leaves import BROKEN, EXPONENT, Leaves, raise_segments, segment_of, slots_of_leaves
-from .math import clamp
+from .math import LARGEST_FLOAT, clamp
 from .prepare_leaves import prepare_leaves
 from .rows import SLOTS, load
-from .sums import COLUMNS, LANES, LARGEST, add_tokens, bad_rows, count_tokens, finalise, no_sums, store_sums
+from .sums import COLUMNS, LANES, add_tokens, bad_rows, count_tokens, finalise, no_sums, store_sums
 from .terms import numbers_of, pre_of, term_of
 from .tokens import bits, load_tokens, read_tokens, reading_of, up_to
 
@@ -93,7 +93,7 @@ def _sweep_leaves(
     low_negative: tl.float32,
     high_positive: tl.float32,
     high_negative: tl.float32,
-    low_driven: tl.int64,  # bit 0 for advantages >= 0, bit 1 for < 0: `low` replaces the bound
+    low_driven: tl.int64,  # see has_own_bound
     high_driven: tl.int64,
     kl_beta: tl.float32,
     READING: tl.constexpr,
@@ -134,14 +134,14 @@ def _sweep_leaves(
         if grad is not None:
             tl.store(grad + token, tl.where(t.valid, derivative, 0.0), mask=slots.inside)
         if token_loss is not None:
-            bounded = clamp(loss_t, -LARGEST, LARGEST).to(tl.float32)
+            bounded = clamp(loss_t, -LARGEST_FLOAT, LARGEST_FLOAT).to(tl.float32)
             tl.store(token_loss + token, tl.where(t.valid, bounded, 0.0), mask=slots.inside)
         h = None if entropy is None else load(entropy, token, tokens, whole, ALIGNED)
         total = add_tokens(total, t, policy.loss, penalty, h, ref_logp is not None)
 
         # The gradient of every slot in aggregates, by level and channel.
         if SHAPE.carries:
-            value = clamp(policy.value, -LARGEST, LARGEST).to(tl.float64)
+            value = clamp(policy.value, -LARGEST_FLOAT, LARGEST_FLOAT).to(tl.float64)
             of_positive = tl.sum(tl.where(negative, 0.0, value), axis=1, keep_dims=True)
             of_negative = tl.sum(tl.where(negative, value, 0.0), axis=1, keep_dims=True)
             for k in tl.static_range(DEPTH):

@@ -17,6 +17,7 @@ from .math import SATURATION, clamp, exp
 from .rows import load
 from .sums import policy_term, with_penalty
 from .terms import entering, general_term, with_own_penalty, with_slopes
+from .tokens import has_own_bound
 
 NO_OWN_PENALTY = tl.constexpr(int(Penalty.NONE))
 
@@ -43,10 +44,11 @@ def _of_levels(gated_levels, leaf, held, negative, FIELD: tl.constexpr, CHANNEL:
 
 @triton.jit
 def token_bound(tensor, loaded, of_positive, of_negative, driven, t):
-    """A token's bound in log space, rounded once, as the bounds of all tokens are. ``tensor``: the tensor, or None."""
+    """A token's bound in log space, rounded once, as the bounds of all tokens are. ``tensor``: of the bounds of tokens,
+    or None; ``driven``: see has_own_bound."""
     value = tl.where(t.negative, of_negative, of_positive)
     if tensor is not None:
-        own = t.valid & (((driven >> t.negative.to(tl.int64)) & 1) == 1)
+        own = has_own_bound(t, driven)
         ratio = tl.where(own, loaded, 1.0)
         value = tl.where(own, tl.log(ratio.to(tl.float64)).to(tl.float32), value)
     return value

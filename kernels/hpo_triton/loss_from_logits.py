@@ -157,9 +157,7 @@ def _differentiate_loss(
                 gradient = gradient_of(
                     exponent, result.top, result.others, none, logit, of_logp.to(tl.float64), none.to(tl.float64)
                 )
-                write_gradient(
-                    row, to, result.top, gradient, id - first, has_gradient, ALIGNED, EVICT_FIRST
-                )  # fmt: skip
+                write_gradient(row, to, result.top, gradient, id - first, has_gradient, ALIGNED, EVICT_FIRST)
 
 
 def loss_from_logits(

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import sys
 
+import torch
 import triton
 import triton.language as tl
 
-LARGEST_DOUBLE = tl.constexpr(sys.float_info.max)
+LARGEST_FLOAT, LARGEST_DOUBLE = tl.constexpr(torch.finfo(torch.float32).max), tl.constexpr(sys.float_info.max)
 # Every exponentiated log-ratio saturates here, so that |w A| <= 1e12 times e^60 stays finite in float.
 SATURATION = tl.constexpr(60.0)
 SCORE_SATURATION = tl.constexpr(2e37)

@@ -82,6 +82,18 @@ def _select(values, mask, offsets, order, first, end, selected, segments, tokens
             needed -= tl.sum(tied)
 
 
+@triton.jit
+def _sought(n, k, scope, numerator, denominator, digits, RULE: tl.constexpr):
+    """The rank of the sought key among n finite scores, and the number of scores to select."""
+    wanted = tl.minimum(n, 1)
+    if k is None:
+        rank = order_index(numerator, denominator, tl.maximum(n, 1), digits, RULE)
+    else:
+        wanted = tl.maximum(tl.minimum(tl.load(k + scope), n), 0)
+        rank = n - wanted
+    return rank, wanted
+
+
 @kernel
 def _scan_scopes(
     values,
@@ -104,12 +116,7 @@ def _scan_scopes(
     first, end = _places(order, begin, scope)
     histogram, errors = _count_digit(values, mask, offsets, order, first, end, segments, tokens, 0, 21, 11)
     n = tl.sum(histogram)
-    if k is None:
-        wanted = tl.minimum(n, 1)
-        rank = order_index(numerator, denominator, tl.maximum(n, 1), digits, RULE)
-    else:
-        wanted = tl.maximum(tl.minimum(tl.load(k + scope), n), 0)
-        rank = n - wanted
+    rank, wanted = _sought(n, k, scope, numerator, denominator, digits, RULE)
     prefix, rank = digit_of(histogram, rank)
     histogram, _ = _count_digit(values, mask, offsets, order, first, end, segments, tokens, prefix, 10, 11)
     digit, rank = digit_of(histogram, rank)
@@ -131,12 +138,7 @@ def _prefix_of(histograms, k, numerator, denominator, digits, RULE: tl.constexpr
     """The first DIGITS digits of the sought key, its rank among the keys that have them, and two numbers: of finite
     scores, and of scores to select."""
     n = tl.sum(tl.load(histograms + tl.arange(0, BINS)))
-    wanted = tl.minimum(n, 1)
-    if k is None:
-        rank = order_index(numerator, denominator, tl.maximum(n, 1), digits, RULE)
-    else:
-        wanted = tl.maximum(tl.minimum(tl.load(k), n), 0)
-        rank = n - wanted
+    rank, wanted = _sought(n, k, 0, numerator, denominator, digits, RULE)
     prefix = tl.zeros([], tl.int32)
     for digit_place in tl.static_range(DIGITS):
         digit, rank = digit_of(tl.load(histograms + digit_place * BINS + tl.arange(0, BINS)), rank)

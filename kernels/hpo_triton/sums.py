@@ -12,7 +12,7 @@ import triton.language as tl
 from ..metrics import SLOTS
 from ..specs import KLEstimator, KLGradient
 from .launch import kernel, launch
-from .math import SATURATION, STATISTIC_SATURATION, clamp, exp, is_finite, k3, k3_slope, scored
+from .math import LARGEST_FLOAT, SATURATION, STATISTIC_SATURATION, clamp, exp, is_finite, k3, k3_slope, scored
 from .rows import row_range
 
 LANES = tl.constexpr(256)  # a lane adds the tokens of one thread, TILE / LANES at a time in float, then in double
@@ -30,7 +30,6 @@ ROWS, LOSS, LOG_RATIO_MIN, LOG_RATIO_MAX = (
     tl.constexpr(list(SLOTS).index(name)) for name in ("rows", "loss", "log_ratio_min", "log_ratio_max")
 )
 PROGRAMS, ROWS_AT_ONCE = tl.constexpr(64), tl.constexpr(4096)  # the numbers of them that `total` reads together
-LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 # ------------------------------------------------------------------------------------------------------------- terms
 
@@ -101,11 +100,11 @@ def with_penalty(t, kl_weight, loss_t, derivative, kl_beta, KL: tl.constexpr, KL
         if kl_weight is not None:
             factor = tl.where(t.valid & is_finite(kl_weight), kl_weight, 0.0)
             pays = factor != 0.0
-            strength = clamp(strength * factor, -LARGEST, LARGEST)
+            strength = clamp(strength * factor, -LARGEST_FLOAT, LARGEST_FLOAT)
             of_token = tl.where(pays, factor * of_token, 0.0)
         penalty = tl.where(pays, strength.to(tl.float64) * k.to(tl.float64), 0.0)
         loss_t += of_token.to(tl.float64)
-        derivative = clamp(derivative + strength * k_derivative, -LARGEST, LARGEST)
+        derivative = clamp(derivative + strength * k_derivative, -LARGEST_FLOAT, LARGEST_FLOAT)
     return penalty, loss_t, derivative
 
 
@@ -284,7 +283,7 @@ def total(sums, seen, loss, metrics, programs, rows):
 
     metric = tl.arange(0, COLUMNS)
     value = tl.sum(totals, axis=0)
-    value = tl.where(metric == LOSS, clamp(value, -LARGEST, LARGEST), value)
+    value = tl.where(metric == LOSS, clamp(value, -LARGEST_FLOAT, LARGEST_FLOAT), value)
     value = tl.where(metric == ROWS, tl.sum(seen_rows).to(tl.float64), value)
     value = tl.where(metric == LOG_RATIO_MIN, tl.min(smallest), value)
     value = tl.where(metric == LOG_RATIO_MAX, tl.max(largest), value)

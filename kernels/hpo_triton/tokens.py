@@ -121,6 +121,12 @@ def advantage_of(inputs, loaded, row, exists, READING: tl.constexpr):
 
 
 @triton.jit
+def has_own_bound(t, driven):
+    """Whether the bound of a token replaces that of its gate. ``driven``: bit 0 for advantages >= 0, bit 1 for < 0."""
+    return t.valid & (((driven >> t.negative.to(tl.int64)) & 1) == 1)
+
+
+@triton.jit
 def read_tokens(inputs, loaded, token_weight, row, rows, inside, READING: tl.constexpr):
     """``token_weight``: see weight_of_tokens; ``row`` and ``inside`` broadcast to the tokens. Selects and never
     multiplies by a mask: the numbers at masked positions do not matter, not even NaN."""

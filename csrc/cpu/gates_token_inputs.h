@@ -137,8 +137,8 @@ struct LaneSums {
   double loss[kLanes] = {}, penalty[kLanes] = {}, entropy[kLanes] = {};
 };
 
-// One tile. gate.term(vector, TermInputs) is the policy term of a vector whose present tokens are the chosen ones;
-// gate.penalty the one on their own log-ratios, times gate.penalty_coefficient.
+// The sweep over one tile. gate.term(vector, TermInputs) is the policy term of a vector whose present tokens are the chosen
+// ones; gate.penalty the one on their own log-ratios, times gate.penalty_coefficient.
 template <class Gate, OptionalInputs kOptional>
 struct TokenInputsSweep {
   static constexpr bool kAnything = kOptional == OptionalInputs::anything;

@@ -14,7 +14,7 @@ namespace hpo::HPO_ISA {
 struct Block {
   int64_t leaf, row;
   int64_t first, tokens;
-  bool begins;  // its leaf
+  bool begins;  // the block is the first of its leaf
 };
 
 struct Leaves {
@@ -103,7 +103,7 @@ struct Leaves {
       bool good = true, alone = true;
     } shares[kShares];
     const int64_t used = worthwhile(kShares, count());
-    const int64_t first = leaf_range(hierarchy, args, 0).begin;  // of ranges, because a difference of wild offsets may overflow
+    const int64_t first = leaf_range(hierarchy, args, 0).begin;  // inside the pack: a difference of wild offsets may overflow
     parallel_for(used, threads, [&](int64_t share) {
       Share own;
       for (int64_t p = count() * share / used, end = count() * (share + 1) / used; p < end; ++p) {

@@ -141,7 +141,7 @@ struct GatedTokens {
       : token{x, all<Floats>(1.0f), Floats{}, Floats{}, Ints{}, Ints{}}, factor(all<Floats>(1.0f)) {}
 };
 
-// Their term.
+// The term of the tokens of a vector.
 struct TermOfTokens {
   const GatedTokenNumber<Floats> token;
   HeadTerm<Floats> term;

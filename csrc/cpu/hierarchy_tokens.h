@@ -179,7 +179,7 @@ struct TokenPlan {
     }
     carries = through && structure.head != Head::score && call.args.grad;
     by_sign &= carries;
-    fills_last = drops && carries && !(weighs && term.to_self) && !call.args.ref_logp;  // else each token has its own besides
+    fills_last = drops && carries && !(weighs && term.to_self) && !call.args.ref_logp;  // else each token has one of its own
     loop = pick_token_loop(structure, hierarchy.split, driven);
     FirstSweep sweep = keeps_ratios ? FirstSweep::keeps_ratios : FirstSweep::plain;
     if (!as_they_are) sweep = term.deviates() ? FirstSweep::deviates : FirstSweep::clips;
@@ -193,7 +193,7 @@ struct TokenPlan {
 // The bounds of the token gate, token by token.
 inline void load_bounds(const Call& call, const TokenBounds& bounds, int64_t first, int n, const Tile& tile,
                         TokenTerms& terms) {
-  for (int i = 0; i < n; i += kWidth) {  // those of the gate, in whole vectors
+  for (int i = 0; i < n; i += kWidth) {  // the bounds of the gate, in whole vectors
     const Ints negative = load_lanes<Ints>(tile.chosen + i) == kNegative;
     store_lanes(by_sign<Floats>(negative, bounds.low), terms.low + i);
     store_lanes(by_sign<Floats>(negative, bounds.high), terms.high + i);

@@ -6,7 +6,7 @@
 
 namespace hpo::HPO_ISA {
 
-// One of each block.
+// A table with an entry for each block.
 template <class T>
 struct OfBlocks {
   T* first;  // [leaves]

@@ -274,7 +274,7 @@ HPO_INLINE void store_own(Mask own, Floats vector, float* to) {
   else store_where(own, vector, to);
 }
 
-// Past the caches, to a multiple of the vector's size: the line is not read before, and evicts no other.
+// Stores past the caches, to a multiple of the vector's size: the line is not read before, and evicts no other.
 HPO_INLINE void store_past_caches(Floats vector, float* to) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(to, __m512(vector));

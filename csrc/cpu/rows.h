@@ -9,7 +9,7 @@
 namespace hpo::HPO_ISA {
 
 constexpr int kTile = 1024;         // tokens: the numbers that a fast-path tile keeps stay in the first-level cache
-constexpr int kLongTile = 2 * kTile;  // of tokens that are kept in no array; their log-ratios are half as large at most
+constexpr int kLongTile = 2 * kTile;  // tokens that no array holds; their log-ratios are half as large at most
 constexpr int kChunk = 16 * kTile;  // tokens of one task; to begin and end one takes as long as some hundred of them
 
 constexpr int kWorthwhileRow = 64;  // tokens, on average

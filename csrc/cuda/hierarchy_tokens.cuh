@@ -44,7 +44,7 @@ enum GateKind {
 
 // The gated token, whether it is selected or not.
 struct PolicyTerm {
-  float loss;  // of an infinite log-ratio: no value that logp would enter
+  float loss;  // 0 for an infinite log-ratio under the score head
   float slope;  // d loss / d z
   float grad;  // d loss / d logp, if the log-ratio is finite
 };

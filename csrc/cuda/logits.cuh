@@ -184,7 +184,7 @@ __device__ __forceinline__ void for_each_step(int64_t columns, bool wide, const 
 }
 
 // Calls load(kWhole, step, words) and then use(kWhole, step, words) for every step of a row. Whole steps are loaded one ahead,
-// which keeps memory busy where few blocks are; without a branch, past which the compiler would move the loads.
+// which keeps memory busy where few blocks are. There is no branch, because the compiler would move the loads past it.
 template <class Type, class Load, class Use>
 __device__ __forceinline__ void for_each_step_ahead(int64_t columns, bool wide, const Load& load, const Use& use) {
   unsigned words[kWords];

@@ -175,7 +175,7 @@ __device__ __forceinline__ void scan_scope(const OrderStatisticsArgs& args, cons
   HPO_SHARED(unsigned long long, totals, [2]);
   HPO_SHARED(Places, places, );
   HPO_SHARED(int64_t, k, );
-  // One thread reads them, before the barrier of clear_histogram: threads that disagreed would wait for each other.
+  // One thread reads places and k, before the barrier of clear_histogram: threads that disagreed would wait for each other.
   if (threadIdx.x == 0) {
     places = places_of(args, scope);
     if (args.k) k = TOGETHER ? __ldcg(team.k) : args.k[scope];
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kBinThreads, 2) scan_scopes(const OrderStatist
 // ----------------------------------------------------------------------------------------------------------- short scopes
 
 constexpr int kHeld = 8, kShort = kHeld * kWarp;  // keys of a lane, tokens of a short scope
-constexpr int64_t kShortOnAverage = kShort / 2;  // then few scopes are long, for which the whole block goes on
+constexpr int64_t kShortOnAverage = kShort / 2;  // tokens: few scopes are long then, and a whole block takes each of them
 
 // The tokens of a scope of one segment, or of none. One lane reads the offsets, as in visit_segment.
 __device__ __forceinline__ Range range_of_scope(const OrderStatisticsArgs& args, int64_t scope, bool& is_short) {

@@ -21,8 +21,9 @@ struct Ticket {
   __device__ __forceinline__ unsigned* get() const { return own ? own : &tickets[number]; }
 };
 
-// The counter of a launch on this stream, on the device of this thread. A launch clears `spare` if another could run beside it:
-// in a graph that is recorded, and on the stream that is another one in each thread. So it does after a thousand streams.
+// The counter of a launch on this stream, on the device of this thread. A launch clears and takes `spare` where another
+// launch could run beside it: in a graph that is recorded, on the stream that is another one in each thread, and on every
+// stream after the first thousand.
 // Streams are told apart by their ids: a new one may have the handle of one that is destroyed and whose launches still run.
 inline Ticket take_ticket(cudaStream_t stream, unsigned* spare) {
   static std::mutex mutex;

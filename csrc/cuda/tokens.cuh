@@ -100,7 +100,7 @@ template <int WIDTH>
 __device__ __forceinline__ void write(float* array, const Vector<WIDTH>& vector, const float (&values)[WIDTH]) {
   if constexpr (WIDTH == 4) {
     if (vector.at_once(array)) {
-      // This is no assignment, which nvcc takes apart to share its stores with those below.
+      // An assignment would not do: nvcc takes it apart, to share its stores with those below.
       __stwb(reinterpret_cast<float4*>(array + vector.token), make_float4(values[0], values[1], values[2], values[3]));
       return;
     }

@@ -43,6 +43,33 @@ def _flow(value, slope, inside):
     return tl.sum(value * (slope - inside).to(tl.float64), axis=1, keep_dims=True)
 
 
+@triton.jit
+def _store_flows(
+    value, t, gated, tables, slope_differences, flows, slot, leaf, leaves, held,
+    SHAPE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The gradient of every slot in aggregates, by level and channel. ``value``: d loss / d z of the tokens."""
+    CHANNELS: tl.constexpr = SHAPE.channels  # before Triton 3.9 no field is the limit of a static_range
+    value = clamp(value, -LARGEST_FLOAT, LARGEST_FLOAT).to(tl.float64)
+    of_positive = tl.sum(tl.where(t.negative, 0.0, value), axis=1, keep_dims=True)
+    of_negative = tl.sum(tl.where(t.negative, value, 0.0), axis=1, keep_dims=True)
+    for k in tl.static_range(DEPTH):
+        if SHAPE.routings[k] == THROUGH:
+            segment = segment_of(tables.ancestors, k, leaf, leaves, held)
+            for channel in tl.static_range(CHANNELS):
+                if k > 0 or SHAPE.drop:
+                    at = slope_differences + (leaf * DEPTH + k) * KINDS + 2 * channel
+                    flow = tl.load(at, mask=held, other=0.0) * of_positive
+                    flow += tl.load(at + 1, mask=held, other=0.0) * of_negative
+                elif channel == 0:
+                    flow = _flow(value, gated.slope, gated.rising_inside)
+                else:
+                    flow = _flow(value, gated.falling_slope, gated.falling_inside)
+                tl.store(flows + (slot[:, None] * DEPTH + k) * 2 + channel, flow)
+                some = held & (flow != 0.0)
+                raise_segments(tables.segments, segment, exponent_of(flow), EXPONENT + channel, some)
+
+
 # Without a bound the assembler keeps a log mean exp within 128 registers, and spills on sm_120.
 UNBOUND_REGISTERS = 168
 
@@ -107,7 +134,6 @@ def _sweep_leaves(
     )  # fmt: skip
     tables = Leaves(begin, end, row, ancestors, owner, segments, state)
     ALIGNED: tl.constexpr = READING.aligned
-    CHANNELS: tl.constexpr = SHAPE.channels  # before Triton 3.9 no field is the limit of a static_range
     program = tl.program_id(0).to(tl.int64)
     counts, total = no_sums()
     for block in range(program, blocks, tl.num_programs(0).to(tl.int64)):
@@ -121,7 +147,6 @@ def _sweep_leaves(
         some = tl.max(t.valid.to(tl.int32), axis=1, keep_dims=True) > 0
         tl.store(seen + of_row, tl.full([SLOTS, 1], 1, tl.uint8), mask=some)
 
-        negative = t.negative
         lowest = token_bound(low, loaded.low, low_positive, low_negative, low_driven, t)
         highest = token_bound(high, loaded.high, high_positive, high_negative, high_driven, t)
         gated = gate_tokens(t, lowest, highest, gated_levels, leaf, held, pre, numbers, SHAPE)
@@ -139,26 +164,10 @@ def _sweep_leaves(
         h = None if entropy is None else load(entropy, token, tokens, whole, ALIGNED)
         total = add_tokens(total, t, policy.loss, penalty, h, ref_logp is not None)
 
-        # The gradient of every slot in aggregates, by level and channel.
         if SHAPE.carries:
-            value = clamp(policy.value, -LARGEST_FLOAT, LARGEST_FLOAT).to(tl.float64)
-            of_positive = tl.sum(tl.where(negative, 0.0, value), axis=1, keep_dims=True)
-            of_negative = tl.sum(tl.where(negative, value, 0.0), axis=1, keep_dims=True)
-            for k in tl.static_range(DEPTH):
-                if SHAPE.routings[k] == THROUGH:
-                    segment = segment_of(ancestors, k, leaf, leaves, held)
-                    for channel in tl.static_range(CHANNELS):
-                        if k > 0 or SHAPE.drop:
-                            at = slope_differences + (leaf * DEPTH + k) * KINDS + 2 * channel
-                            flow = tl.load(at, mask=held, other=0.0) * of_positive
-                            flow += tl.load(at + 1, mask=held, other=0.0) * of_negative
-                        elif channel == 0:
-                            flow = _flow(value, gated.slope, gated.rising_inside)
-                        else:
-                            flow = _flow(value, gated.falling_slope, gated.falling_inside)
-                        tl.store(flows + (slot[:, None] * DEPTH + k) * 2 + channel, flow)
-                        some = held & (flow != 0.0)
-                        raise_segments(segments, segment, exponent_of(flow), EXPONENT + channel, some)
+            _store_flows(
+                policy.value, t, gated, tables, slope_differences, flows, slot, leaf, leaves, held, SHAPE, DEPTH
+            )
 
     bad_offsets = bad_rows(cu_seqlens, tokens, rows)
     first = (tl.arange(0, LANES) + program) == 0

@@ -18,12 +18,14 @@ _COMMON = re.compile(r"^Common arguments:$", re.MULTILINE)
 
 
 class Readable(griffe.Extension):
-    """Roles become links, double colons single ones, examples a section, and members of enumerations a list."""
+    """Roles become links, double colons single ones, examples a section, and members of enumerations and fields of
+    named tuples a list."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = readable(obj.docstring.value, obj)
-            if obj.is_class and any(str(base).endswith("Enum") for base in obj.bases):
+            lists = obj.is_class and any(str(base).endswith(("Enum", "NamedTuple")) for base in obj.bases)
+            if lists and "Attributes:" not in obj.docstring.value:
                 obj.docstring.value += "\n\n" + "\n".join(f"* {member}" for member in _members(obj))
 
 
@@ -47,17 +49,19 @@ def _link(role: re.Match[str], obj: griffe.Object) -> str:
     return f'<autoref identifier="{target}" optional><code>{name}</code></autoref>'
 
 
-def _members(enumeration: griffe.Object) -> list[str]:
-    """The names of an enumeration, each with its text, or with the comment behind it."""
-    said = []
-    for name, member in enumeration.members.items():
+def _members(of_class: griffe.Object) -> list[str]:
+    """The names of an enumeration, each with its text or the comment behind it, or the fields of a named tuple, each with
+    its type, too."""
+    members = []
+    for name, member in of_class.members.items():
         if member.is_attribute and not name.startswith("_"):
             lines = range(member.lineno, member.endlineno + 1)
             comment = re.search(r"#(.*)", "".join(linecache.getline(str(member.filepath), line) for line in lines))
             text = str(member.value).strip("'\"") if str(member.value)[0] in "'\"" else ""
             meaning = comment[1].strip() if comment else text and f"`{text}`"
-            said.append(f"`{name}`" + (f": {meaning}" if meaning else ""))
-    return said
+            kind = f" (`{member.annotation}`)" if member.annotation else ""
+            members.append(f"`{name}`{kind}" + (f": {meaning}" if meaning else ""))
+    return members
 
 
 def _titled(text: str) -> str:

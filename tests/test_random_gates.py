@@ -1,6 +1,7 @@
 """Gates that nobody published: any levels, clips, heads, penalties and corrections together, against the definition."""
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import random
@@ -18,6 +19,8 @@ from hpo_core.gates import (
     Clip,
     Correction,
     Drop,
+    Excess,
+    Gamma,
     Head,
     Identity,
     Level,
@@ -31,7 +34,7 @@ from hpo_core.gates import (
     Tanh,
 )
 
-HEADS = [head for head in Head if head not in (Head.CENSORED, Head.TARGET, Head.NEGATIVE_AWARE)]  # of inputs and levels
+HEADS = [head for head in Head if head is not Head.CENSORED]  # which has one level of its own
 PARTS, AT_LENGTH = 4, {"cpu": 2_500, "cuda": 2_500, "cuda_emulated": 500, "triton": 20}
 
 
@@ -46,13 +49,17 @@ def level_gate(draw):
         lambda: Clip(pair(draw, 0.8, 0.95), pair(draw, 1.05, 1.2)),
         lambda: Rollback(pair(draw, 0.01, 0.05), draw.choice([None, 0.0, 0.7, 2.0, math.inf])),
         lambda: Tanh(draw.uniform(0.02, 0.2)),
+        lambda: Gamma(pair(draw, 0.5, 2.0), pair(draw, 0.5, 2.0)),  # RatioGate allows it under Head.SCORE
     ])()  # fmt: skip
 
 
 def token_gate(draw, of_levels):
     ratio = Clip(pair(draw, 0.7, 0.95), pair(draw, 1.05, 1.4))
     sloped = Clip(ratio.low, ratio.high, slope_low=pair(draw, 0, 1), slope_high=pair(draw, 0, 1))
-    return draw.choice([Identity(), Drop(), ratio, sloped, *[LogClip((-0.1, -0.05), (0.06, 0.12))] * of_levels])
+    weighted = dataclasses.replace(sloped, weight_low=pair(draw, 0.5, 1.5), weight_high=pair(draw, 0.5, 1.5))
+    return draw.choice([
+        Identity(), Drop(), ratio, sloped, *([LogClip((-0.1, -0.05), (0.06, 0.12))] if of_levels else [weighted]),
+    ])  # fmt: skip
 
 
 def correction(draw):
@@ -64,6 +71,17 @@ def correction(draw):
 
 
 def attempted(draw):
+    shared = {
+        "penalty": draw.choice([Penalty.NONE] * 3 + list(Penalty)),
+        "penalty_coefficient": draw.choice([0.0, 0.3]),
+        "corrections": tuple(correction(draw) for _ in range(draw.choice([0, 0, 1, 2]))),
+        "channel": Channel.TOTAL if draw.random() < 0.15 else Channel.STALENESS,
+        "advantage_weights": pair(draw, 0.5, 1.5) if draw.random() < 0.2 else (1.0, 1.0),
+    }
+    if draw.random() < 0.1:
+        routing, unit = draw.choice([Routing.THROUGH, Routing.STOPPED]), draw.choice([STEP, TRAJECTORY, GROUP, DOMAIN])
+        level = Level(Excess(draw.uniform(0.02, 0.1)), routing, unit, Aggregate.SUM)
+        return RatioGate("random", Drop(), (level,), Head.CENSORED, **shared)
     units = [unit for unit in (STEP, TRAJECTORY, GROUP, DOMAIN) if draw.random() < 0.4]
     exponential = bool(units) and draw.random() < 0.15
     levels = []
@@ -78,13 +96,11 @@ def attempted(draw):
         "random",
         token_gate(draw, bool(levels)),
         tuple(levels),
-        head=draw.choice([Head.LINEAR, Head.LINEAR, *HEADS]),
+        head=draw.choice([Head.LINEAR, Head.LINEAR, Head.SCORE, *HEADS]),
         head_numbers=pair(draw, 1.0, 2.0),
         split=bool(levels) and draw.random() < 0.3,
         pre=LogClip((-0.3, -0.25), (0.2, 0.3)) if draw.random() < 0.15 else None,
-        penalty=draw.choice([Penalty.NONE] * 3 + list(Penalty)),
-        penalty_coefficient=draw.choice([0.0, 0.3]),
-        corrections=tuple(correction(draw) for _ in range(draw.choice([0, 0, 1, 2]))),
+        **shared,
     )
 
 
@@ -97,18 +113,29 @@ def drawn_gate(draw):
 
 
 def drawn_inputs(draw, gate, example):
+    of_tokens = draw.random() < 0.3
     given = {"rollout_logp": example.rollout_logp} if gate.reads_rollout else {}
+    if of_tokens:
+        given["advantages"] = example.token_advantages
+    if gate.takes_target:
+        given["target"] = example.token_target if of_tokens else example.target
+    if gate.takes_bounds and draw.random() < 0.3:
+        given["bounds"] = (example.low, example.high)
+    if gate.penalty_coefficient and gate.penalty is not Penalty.NONE and draw.random() < 0.3:
+        given["penalty_mask"] = example.penalty_mask
     if draw.random() < 0.3:
         given |= {"ref_logp": example.ref_logp, "kl": draw.choice([hpo.kl.k1, hpo.kl.k2, hpo.kl.k3])(0.1)}
+        if draw.random() < 0.3:
+            given["kl_weight"] = example.kl_weight
     for name in ("token_weight", "token_mask", "entropy"):
         if draw.random() < 0.2:
             given[name] = getattr(example, name)
     return given
 
 
-def magnifies(example, exact):
+def magnifies(example, exact, advantages):
     """Whether ratios are so far from 1 that they show the rounding of their logarithm."""
-    coefficients = (example.weights * example.advantages).abs().double()[example.row()]
+    coefficients = (example.weights[example.row()] * advantages).abs().double()
     return bool(exact.loss.abs() > coefficients.sum() or exact.grad.abs().max() > 20 * coefficients.max())
 
 
@@ -127,7 +154,7 @@ def test_random_gates(part, native_backends):
         example = Example(seed, lengths, masked=draw.random() < 0.7, several=draw.random() < 0.5)
         given = drawn_inputs(draw, gate, example)
         exact = exact_off_branches(example, gate, **given)
-        if exact is None or magnifies(example, exact):
+        if exact is None or magnifies(example, exact, given.get("advantages", example.advantages[example.row()])):
             continue
         for backend, most in wanted.items():
             if tried < most:

@@ -33,7 +33,7 @@ class Channel(enum.Enum):
     TOTAL = "logp - rollout_logp"
 
 
-def check_pair(name: str, pair: object, meaning: str = "(advantage >= 0, advantage < 0) of numbers") -> None:
+def check_number_pair(name: str, pair: object, meaning: str = "(advantage >= 0, advantage < 0) of numbers") -> None:
     is_pair = isinstance(pair, tuple) and len(pair) == 2
     require_type(is_pair, "{}: expected a pair {}, got {!r}", name, meaning, pair)
     check_numbers(name, pair)
@@ -84,7 +84,7 @@ class Clip(Short):
     def __post_init__(self) -> None:
         # The Dynamo of torch 2.10 traces no vars(self).
         for name in ("low", "high", "slope_low", "slope_high", "weight_low", "weight_high"):
-            check_pair(f"clip: {name}", getattr(self, name))
+            check_number_pair(f"clip: {name}", getattr(self, name))
         beyond = (*self.slope_low, *self.slope_high, *self.weight_low, *self.weight_high)
         check(
             all(is_finite(number) for number in beyond),
@@ -109,8 +109,8 @@ class LogClip(Short):
     high: Pair = (math.inf, math.inf)
 
     def __post_init__(self) -> None:
-        check_pair("log_clip: low", self.low)
-        check_pair("log_clip: high", self.high)
+        check_number_pair("log_clip: low", self.low)
+        check_number_pair("log_clip: high", self.high)
         for low, high in zip(self.low, self.high, strict=True):
             check(
                 low <= 0 <= high,
@@ -137,7 +137,7 @@ class Rollback(Short):
     most: float = math.inf
 
     def __post_init__(self) -> None:
-        check_pair("budgets", self.budgets, "of numbers (log-ratio >= 0, log-ratio < 0; the first without a split)")
+        check_number_pair("budgets", self.budgets, "of numbers (log-ratio >= 0, log-ratio < 0; the first without a split)")
         for budget in self.budgets:
             check(
                 budget >= 0 and is_finite(budget),
@@ -178,8 +178,8 @@ class Gamma(Short):
     lam: Pair
 
     def __post_init__(self) -> None:
-        check_pair("gamma: k", self.k)
-        check_pair("gamma: lam", self.lam)
+        check_number_pair("gamma: k", self.k)
+        check_number_pair("gamma: lam", self.lam)
         for number in (*self.k, *self.lam):
             check(
                 number >= 0 and is_finite(number),
@@ -269,8 +269,8 @@ class Correction(Short):
         check_member("channel", self.channel, Channel)
         check_member("statistic", self.statistic, Statistic)
         check_flag("strict", self.strict)
-        check_pair("correction: low", self.low)
-        check_pair("correction: high", self.high)
+        check_number_pair("correction: low", self.low)
+        check_number_pair("correction: high", self.high)
         for low, high in zip(self.low, self.high, strict=True):
             check(low <= high, "correction: expected low <= high, got low {} and high {}", low, high)
             check(

@@ -34,7 +34,7 @@ from .parts import (
     LogClip,
     Pair,
     check_bounds_alone,
-    check_pair,
+    check_number_pair,
     has_dual,
     level_spec,
     log_bounds,
@@ -174,8 +174,8 @@ class RatioGate(Short):
         check_member("channel", self.channel, Channel)
         check_member("penalty", self.penalty, Penalty)
         check_flag("split", self.split)
-        check_pair("head_numbers", self.head_numbers)
-        check_pair("advantage_weights", self.advantage_weights)
+        check_number_pair("head_numbers", self.head_numbers)
+        check_number_pair("advantage_weights", self.advantage_weights)
         check_number("penalty_coefficient", self.penalty_coefficient)
         require_type(
             self.pre is None or isinstance(self.pre, (Clip, LogClip)),

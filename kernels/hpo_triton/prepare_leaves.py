@@ -137,7 +137,7 @@ def _prepare_leaves(
     rows: tl.int64,
     leaves: tl.int64,
     slots: tl.int64,
-    # by level: bounds by kind, and the slope
+    # by level: bounds by kind, and the slope; a tuple of them would hold float32
     low_00: tl.float64, low_01: tl.float64, low_02: tl.float64, low_03: tl.float64,
     high_00: tl.float64, high_01: tl.float64, high_02: tl.float64, high_03: tl.float64, slope_0: tl.float64,
     low_10: tl.float64, low_11: tl.float64, low_12: tl.float64, low_13: tl.float64,

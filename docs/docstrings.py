@@ -50,8 +50,8 @@ def _link(role: re.Match[str], obj: griffe.Object) -> str:
 
 
 def _members(of_class: griffe.Object) -> list[str]:
-    """The names of an enumeration, each with its text or the comment behind it, or the fields of a named tuple, each with
-    its type, too."""
+    """The names of an enumeration, each with its text or the comment behind it, or the fields of a named tuple, each
+    with its type."""
     members = []
     for name, member in of_class.members.items():
         if member.is_attribute and not name.startswith("_"):

@@ -40,13 +40,15 @@ LOSS = (
         "metrics",
         "corrections",
     ),
-    *("selection", "loss_from_logits", "scale"),
+    *("selection", "loss_from_logits", "scale", "alignment", "specialisations", "triton_guards"),
 )
 ADVANTAGES = (
     *("advantages", "group_terms", "estimators", "estimators_by_hand", "estimators_of_authors"),
     *("estimators_without_scores", "token_estimators", "rollout_selection", "remembered_rollouts", "schedules"),
+    *("many_units", "triton_guards"),
 )
-ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates")
+ENTROPY = ("entropy", "entropy_selection", "select_top", "window_aggregates", "alignment", "specialisations",
+           "triton_guards")  # fmt: skip
 SCOPES = ("scopes", "scopes_over_ranks")
 PRESETS = ("default_numbers", "selection", "entropy_presets", "entropy_shaping", "entropy_thresholds",
            "low_entropy_segments", "entropy_reconstructed", "entropy_properties", "entropy_sources",

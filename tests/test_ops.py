@@ -242,6 +242,16 @@ def test_second_derivative_is_refused():
         torch.autograd.grad(grad.square().sum() + given.loss(leaf), leaf)
 
 
+def test_second_derivative_is_refused_of_a_graph_that_is_not_kept(native_backends):
+    for backend in native_backends:
+        given = inputs(backend=backend)
+        leaf = given.leaf()
+        loss = given.loss(leaf, backend=backend) + leaf.square().sum()
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True, retain_graph=False)
+        with pytest.raises(RuntimeError, match="second derivatives are not supported"):
+            torch.autograd.grad(grad.sum(), leaf)
+
+
 def test_second_derivative_is_refused_by_the_operator():
     given = inputs()
     leaf = given.leaf()

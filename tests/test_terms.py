@@ -184,6 +184,26 @@ def test_the_square_of_a_whole_answer_has_no_end(native_backends):
         assert logp.grad.tolist() == pytest.approx([0.25 * 40 * 0.1 * 80.0] * 40), backend
 
 
+def test_the_square_of_a_whole_answer_is_kimis(native_backends):
+    """The recipe of its docstring: the mean over answers of ``-A sum logp + tau (sum x)^2 / 2``."""
+    answer = Level(Identity(), aggregate=Aggregate.SUM)
+    gate = RatioGate("kimi of answers", Drop(), (answer,), Head.LOG, head_numbers=(0.1, 0.1))
+    lengths, x = torch.tensor([3, 2]), torch.tensor([0.1, 0.2, 0.3, 0.05, -0.2])
+    batch, advantages, old_logp = (
+        hpo.PackedBatch.from_lengths(lengths),
+        torch.tensor([1.0, -1.0]),
+        torch.full((5,), -1.0),
+    )
+    weights = hpo.aggregation.seq_mean_token_mean(batch)
+    expected = [-1 + 0.1 * 0.6] * 3 + [1 + 0.1 * -0.15] * 2  # of one answer
+    for backend in ("reference", *native_backends):
+        place = testing.device_of(backend)
+        tensors = [each.to(place) for each in (old_logp + x, old_logp, advantages * lengths, batch)]
+        out = hpo.policy_loss_and_grad(*tensors, gate, weights=weights.to(place), backend=backend)
+        assert out.grad.tolist() == pytest.approx([each / 2 for each in expected]), backend
+        assert out.loss.item() == pytest.approx((2.4 + 0.05 * 0.6**2 - 2.15 + 0.05 * 0.15**2) / 2), backend
+
+
 @pytest.mark.parametrize(("rising", "falling"), [(1, 1), (3, 2), (12, 12), (13, 12), (2, 0), (0, 2)])
 def test_gamma_under_a_split_beyond_what_exponentials_hold(rising, falling, native_backends):
     """Sums of log-ratios of 60 on both sides: e^u stands still above u = 80, so two of them cancel, and one alone is

@@ -137,7 +137,9 @@ class Rollback(Short):
     most: float = math.inf
 
     def __post_init__(self) -> None:
-        check_number_pair("budgets", self.budgets, "of numbers (log-ratio >= 0, log-ratio < 0; the first without a split)")
+        check_number_pair(
+            "budgets", self.budgets, "of numbers (log-ratio >= 0, log-ratio < 0; the first without a split)"
+        )
         for budget in self.budgets:
             check(
                 budget >= 0 and is_finite(budget),

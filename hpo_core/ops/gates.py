@@ -186,8 +186,10 @@ def _scaled(
 
 
 def hands_on(factor: torch.Tensor) -> bool:
-    """Whether the product with the saved tensor can stand in its memory, which no later backward needs."""
-    return not (is_traced(factor) or factor.requires_grad or _keeps_graph() or is_batched(factor))
+    """Whether the product with the saved tensor can stand in its memory, which no later backward needs. A backward that
+    records a graph, even if it keeps none, has to find the refusal of second derivatives in it."""
+    recorded = torch.is_grad_enabled() or factor.requires_grad
+    return not (is_traced(factor) or recorded or _keeps_graph() or is_batched(factor))
 
 
 def times(values: torch.Tensor, factor: torch.Tensor, backend: str | None) -> torch.Tensor:

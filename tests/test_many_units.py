@@ -20,7 +20,10 @@ TERMS = {
     ),
     "batch and absolute": ((GroupTerm(scale=Scale.BATCH, ddof=0), GroupTerm(scale=Scale.ABSOLUTE)), ()),
     "leave one out": ((GroupTerm(Center.LEAVE_ONE_OUT, Scale.NONE, coefficient=3.0),), ()),
-    "singletons of a batch": ((GroupTerm(keep_singletons=True), GroupTerm(scale=Scale.BATCH, keep_singletons=True)), ()),
+    "singletons of a batch": (
+        (GroupTerm(keep_singletons=True), GroupTerm(scale=Scale.BATCH, keep_singletons=True)),
+        (),
+    ),
     "batches": ((GroupTerm(scale=Scale.BATCH), GroupTerm(scale=Scale.BATCH), GroupTerm(scale=Scale.GROUP)), ()),
 }  # fmt: skip
 GROUPED = {"all": range(3), "none": (), "every second": range(0, 3, 2)}

@@ -189,11 +189,8 @@ def test_the_square_of_a_whole_answer_is_kimis(native_backends):
     answer = Level(Identity(), aggregate=Aggregate.SUM)
     gate = RatioGate("kimi of answers", Drop(), (answer,), Head.LOG, head_numbers=(0.1, 0.1))
     lengths, x = torch.tensor([3, 2]), torch.tensor([0.1, 0.2, 0.3, 0.05, -0.2])
-    batch, advantages, old_logp = (
-        hpo.PackedBatch.from_lengths(lengths),
-        torch.tensor([1.0, -1.0]),
-        torch.full((5,), -1.0),
-    )
+    batch, advantages = hpo.PackedBatch.from_lengths(lengths), torch.tensor([1.0, -1.0])
+    old_logp = torch.full((5,), -1.0)
     weights = hpo.aggregation.seq_mean_token_mean(batch)
     expected = [-1 + 0.1 * 0.6] * 3 + [1 + 0.1 * -0.15] * 2  # of one answer
     for backend in ("reference", *native_backends):

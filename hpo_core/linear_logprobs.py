@@ -30,11 +30,11 @@ def linear_token_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int = -100,
     *,
     batch: PackedBatch | torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     entropy: bool = True,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -60,6 +60,7 @@ def linear_token_logprobs(
         weight: ``[V, D]`` of these types, in any combination with ``hidden``. Of a head with an adapter it is the sum
             of both: the ``weight`` of PEFT's LoRA layer is that of the base layer alone.
         targets: ``[...]`` int64 or int32. A target outside ``[0, V)`` that is not ``ignore_index`` gives NaN.
+        bias: ``[V]``, added to the products.
         temperature: a number above 0, or a floating-point tensor ``[...]``, one for each target; a constant of the
             differentiation.
         ignore_index: rows with this target are not read; their results and gradients are 0. On the CPU these rows, and
@@ -68,7 +69,6 @@ def linear_token_logprobs(
             pass the rows that count alone.
         batch: as in :func:`~hpo_core.token_logprobs`: ``targets`` are the tokens themselves, and the results of a token
             come from the hidden state of the token before it in its row; ``hidden`` is ``[T, D]`` or ``[B, L, D]``.
-        bias: ``[V]``, added to the products.
         entropy: whether to compute the entropy.
         softcap: a number above 0. None: no softcap.
         logit_scale: a number above 0.

@@ -132,6 +132,14 @@ def test_from_padded_copies_nothing():
         assert PackedBatch.from_padded(torch.ones(shape)).total_tokens == 0
 
 
+def test_from_padded_reads_no_bool_mask():
+    """A check of its values would take longer than a loss."""
+    mask = torch.ones(64, 512, dtype=torch.bool)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        PackedBatch.from_padded(mask)
+    assert max((each.self_cpu_memory_usage for each in profile.events()), default=0) < mask.numel()
+
+
 def test_padded_tensors_keep_their_storage_and_shape():
     mask = torch.ones(2, 3, dtype=torch.bool)
     logp = torch.randn(2, 3)

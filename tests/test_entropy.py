@@ -548,3 +548,19 @@ def test_a_state_remembers_its_scorer_wherever_it_goes(tmp_path):
         pickle.loads(pickle.dumps(state)),
     ):
         assert again.scored_by == state.scored_by == "cpu or cuda" and torch.equal(again.threshold, state.threshold)
+
+
+def test_scores_keep_the_shape_of_a_padded_batch(native_backends):
+    entropy = torch.tensor([[0.1, 0.9, 0.5], [0.7, 0.2, 0.4]])
+    window = hpo.entropy.ares()
+    for backend in ("reference", *native_backends):
+        place = testing.device_of(backend)
+        mask, batch = torch.ones(2, 3, dtype=torch.bool, device=place), hpo.PackedBatch.from_lengths([3, 3]).to(place)
+        padded = window.score(entropy.to(place), mask, backend=backend)
+        packed = window.score(entropy.flatten().to(place), batch, backend=backend)
+        assert torch.equal(padded, packed.view(2, 3))
+
+
+def test_states_of_controllers_move():
+    state = hpo.entropy.skywork_coefficient(torch.tensor(0.0), torch.tensor(0.1))
+    assert all(each.device.type == "meta" for each in state.to("meta"))

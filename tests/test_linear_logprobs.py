@@ -40,7 +40,7 @@ def call(hidden, weight, targets, a, b, temperature=1.0, *, bias=None, backend="
     """logp, entropy, and the gradients of hidden states, weight and bias."""
     leaves = [each.detach().requires_grad_() for each in (hidden, weight, bias) if each is not None]
     logp, entropy = hpo.linear_token_logprobs(
-        *leaves[:2], targets, temperature, bias=leaves[2] if bias is not None else None, backend=backend, **keywords
+        *leaves[:2], targets, leaves[2] if bias is not None else None, temperature, backend=backend, **keywords
     )
     outputs, upstream = ([logp], [a]) if entropy is None else ([logp, entropy], [a, b])
     gradients = torch.autograd.grad(outputs, leaves, [each.to(logp.dtype) for each in upstream])
@@ -411,7 +411,7 @@ def test_gradcheck():
     hidden, weight, targets, *_ = head(count=5, vocabulary=7, width=3)
     leaves = [each.double().requires_grad_() for each in (hidden, weight, normal(7))]
     run = lambda h, w, b: tuple(hpo.linear_token_logprobs(  # noqa: E731
-        h, w, targets, 0.7, bias=b, softcap=3.0, logit_scale=2.0, backend="reference"
+        h, w, targets, b, 0.7, softcap=3.0, logit_scale=2.0, backend="reference"
     ))  # fmt: skip
     assert torch.autograd.gradcheck(run, leaves)
 
@@ -453,7 +453,7 @@ def test_compiled_without_a_break(backend, batched):
     def loss(h, w, targets):
         batch = (torch.arange(len(h)) > 0)[None] if batched else None
         h, targets = (h[None], targets[None]) if batched else (h, targets)
-        logp, entropy = hpo.linear_token_logprobs(h, w, targets, 0.7, batch=batch, softcap=5.0, backend=backend)
+        logp, entropy = hpo.linear_token_logprobs(h, w, targets, None, 0.7, batch=batch, softcap=5.0, backend=backend)
         return (logp + 0.5 * entropy).square().sum()
 
     torch.compiler.reset()

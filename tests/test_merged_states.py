@@ -155,9 +155,9 @@ def test_a_row_of_more_blocks_than_are_merged_at_once(readable, backend):
         return merged(state, parts, inverse)
 
     def call(rows):
-        return hpo.linear_token_logprobs(hidden[rows], weight, targets[rows], 0.7, backend=backend, block=BLOCK)
+        return hpo.linear_token_logprobs(hidden[rows], weight, targets[rows], None, 0.7, backend=backend, block=BLOCK)
 
-    exact = hpo.linear_token_logprobs(hidden.double(), weight.double(), targets, 0.7, backend="reference")
+    exact = hpo.linear_token_logprobs(hidden.double(), weight.double(), targets, temperature=0.7, backend="reference")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ops, "merged", counted)
         patched.setattr(ops, "_is_readable", lambda tensor: readable)  # not on a GPU

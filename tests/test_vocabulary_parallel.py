@@ -224,7 +224,7 @@ def compute_a_head(rank):
         with Counted() as found["calls", "linear", backend]:
             found["linear", backend] = with_gradients(
                 lambda h, w, c, backend=backend: hpo.linear_token_logprobs(
-                    h, w, targets, 0.7, bias=c, softcap=4.0, backend=backend, **over
+                    h, w, targets, c, 0.7, softcap=4.0, backend=backend, **over
                 ),
                 [hidden, weight[mine], bias[mine]], a, b,
             )  # fmt: skip
@@ -277,7 +277,7 @@ def compute(rank):
     found["distributed logits"][2] = found["distributed logits"][2].to_local()
     sharded = DTensor.from_local(weight[own], mesh, [Shard(0)])
     found["distributed weight"] = hpo.linear_token_logprobs(
-        hidden, sharded, targets, 0.7, process_group=mesh.get_group()
+        hidden, sharded, targets, temperature=0.7, process_group=mesh.get_group()
     )
     uneven = torch.distributed.tensor.distribute_tensor(weight[:-1], mesh, [Shard(0)])
     found["uneven weight"] = hpo.linear_token_logprobs(hidden, uneven, targets, process_group=mesh.get_group())
@@ -425,7 +425,7 @@ def test_a_batch_over_a_head_that_ranks_share(found, world):
 def test_a_head_that_ranks_share(found, world, backend):
     hidden, weight, bias, targets, a, b = head()
     whole = with_gradients(
-        lambda h, w, c: hpo.linear_token_logprobs(h, w, targets, 0.7, bias=c, softcap=4.0, backend=backend),
+        lambda h, w, c: hpo.linear_token_logprobs(h, w, targets, temperature=0.7, bias=c, softcap=4.0, backend=backend),
         [hidden, weight, bias], a, b,
     )  # fmt: skip
     ranks = [rank["linear", backend] for rank in found[world]]
@@ -463,7 +463,7 @@ def test_distributed_tensors_are_recognised(found, world):
         to_two_units(got, true)
     to_two_units(torch.cat([rank[2] for rank in ranks], 1), expected()[2])
     for name, whole in (
-        ("distributed weight", hpo.linear_token_logprobs(hidden, weight, targets, 0.7)),
+        ("distributed weight", hpo.linear_token_logprobs(hidden, weight, targets, temperature=0.7)),
         ("uneven weight", hpo.linear_token_logprobs(hidden, weight[:-1], targets)),
         ("few columns", few_columns(world)),
     ):

@@ -157,8 +157,9 @@ class PackedBatch(Immutable):
             has_steps = any(ids.get(name) is not None for name in ("steps", "cu_steps", "step_ids"))
             is_read = mask.is_cpu and not ops.is_traced(mask)
             validate = has_steps and is_read
-            # Ids or labels in its place would count everywhere.
-            if is_read and not (mask.is_floating_point() or mask.is_complex()):
+            # Ids or labels in its place would count everywhere. Bytes of bool are right, and comparing them takes
+            # longer than a loss.
+            if is_read and mask.dtype is not torch.bool and not (mask.is_floating_point() or mask.is_complex()):
                 check_zeros_and_ones(mask.reshape(-1))
         result = cls(offsets, mask.reshape(-1), total_tokens=batch * length, validate=validate, **ids)
         object.__setattr__(result, "padded_shape", (batch, length))

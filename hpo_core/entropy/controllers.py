@@ -27,6 +27,9 @@ class ControlledCoefficient(NamedTuple):
     state: torch.Tensor  # for the next step
     coefficient: torch.Tensor  # for the loss of this one
 
+    def to(self, device: torch.device | str) -> ControlledCoefficient:
+        return ControlledCoefficient(*(each.to(device) for each in self))
+
 
 @preset(Provenance.VERIFIED)
 def skywork_coefficient(

@@ -95,8 +95,13 @@ class EntropyWindow(Short):
     def score(
         self, entropy: torch.Tensor, batch: PackedBatch | torch.Tensor, *, backend: str | None = None
     ) -> torch.Tensor:
-        """The windowed means ``[T]`` that are compared, -inf where undefined."""
+        """The windowed means ``[T]`` (of a padded batch ``[B, L]``) that are compared, -inf where undefined."""
         batch = as_batch(batch)
+        return self._score(entropy, batch, backend).reshape(entropy.shape)
+
+    @examines
+    def _score(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> torch.Tensor:
+        """The same, ``[T]``."""
         flat = flat_values("entropy", entropy, batch, backend)
         rows = batch.cu_seqlens if self.first == self.last == 0 else batch.once(PackedBatch.spans)
         rules = (BOUNDARIES[self.boundary], INVALID[self.invalid], WindowAggregate.MEAN)
@@ -123,7 +128,7 @@ class EntropyWindow(Short):
         """
         batch = as_batch(batch)
         if process_group is not None:
-            score = self.score(entropy, batch, backend=backend)
+            score = self._score(entropy, batch, backend)
             return self.fit_score(score, process_group=process_group, backend=backend)
         self._check_is_step(batch, "entropy and batch", "process_group=torch.distributed.group.WORLD")
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
@@ -201,7 +206,7 @@ class EntropyWindow(Short):
         tensor([False,  True, False,  True])
         """
         batch = as_batch(batch)
-        score = self.score(entropy, batch, backend=backend)
+        score = self._score(entropy, batch, backend)
         if state is None:
             over_ranks = "state=window.fit(entropy, batch, process_group=torch.distributed.group.WORLD)"
             self._check_is_step(batch, "state=window.fit(entropy, batch)", over_ranks)
@@ -241,7 +246,7 @@ class EntropyWindow(Short):
         if self.first == self.last == 0:
             flat = flat_values("entropy", entropy, batch, backend)
             return flat, batch.mask, batch.cu_seqlens
-        return self.score(entropy, batch, backend=backend), None, None
+        return self._score(entropy, batch, backend), None, None
 
     def _comparable(
         self, values: torch.Tensor, state: WindowState, backend: str | None

@@ -103,9 +103,9 @@ def dro(beta: float = 0.1) -> RatioGate:
 def kimi(tau: float = 0.1) -> RatioGate:
     """Kimi k1.5's mirror descent: ``loss_t = -A logp + tau x^2 / 2`` (arXiv 2501.12599; tau 0.1 as in ROLL).
 
-    Traps: the paper squares the log-ratio of the whole answer. That takes ``RatioGate("kimi of answers", Drop(),
-    (Level(Identity(), aggregate=Aggregate.SUM),), Head.LOG, head_numbers=(tau, tau))``, whose every token has the
-    square: with the weights of ``seq_mean_token_mean``, and advantages times the number of the answer's tokens.
+    Traps: the paper squares the log-ratio of the whole answer. That takes a ``RatioGate`` of ``Drop()``, one
+    ``Level(Identity(), aggregate=Aggregate.SUM)``, ``Head.LOG`` and ``head_numbers=(tau, tau)``. Each of its tokens has
+    the square: pass the weights of ``seq_mean_token_mean``, and advantages times the number of the answer's tokens.
 
     >>> kimi().head_numbers
     (0.1, 0.1)

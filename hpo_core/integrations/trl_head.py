@@ -33,7 +33,7 @@ class _Head:
     ) -> tuple[torch.Tensor | None, ...]:
         """Log-probabilities and entropies ``[T]``, and None for the outputs that these trainers never ask for."""
         logp, entropy = linear_token_logprobs(
-            hidden, weight, targets, temperature, bias=bias, entropy="entropy" in outputs,
+            hidden, weight, targets, bias, temperature, entropy="entropy" in outputs,
             softcap=final_logit_softcapping, logit_scale=logit_scale, backend=self.backend,
         )  # fmt: skip
         return logp, entropy, None, None, None

@@ -97,7 +97,7 @@ class _Head:
         temperature: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logp, entropy = linear_token_logprobs(
-            hidden_states, vocab_weights, input_ids, temperature, bias=self.linear().bias, softcap=self.softcap,
+            hidden_states, vocab_weights, input_ids, self.linear().bias, temperature, softcap=self.softcap,
             logit_scale=self.logit_scale,
         )  # fmt: skip
         assert entropy is not None

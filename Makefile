@@ -82,7 +82,7 @@ endif
 # A number of jobs would limit ninja, too.
 set-up = +@$(2) $(MAKE) $(if $(V),,--silent) --no-print-directory --jobs build $(VENV)/$(1)
 
-.PHONY: help setup build test test-changed test-long coverage sanitize test-matrix test-trainers demo demo-agent bench gpu-check docs lint wheel wheels clean
+.PHONY: help setup build test test-changed test-long coverage sanitize test-matrix test-trainers demo demo-agent bench gpu-check docs lint format wheel wheels clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s%s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -205,6 +205,11 @@ lint: $(VENV)/for-tests ## ruff, mypy and clang-format
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	git ls-files '*.cpp' '*.cu' '*.cuh' '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
+
+format: $(VENV)/for-tests ## what ruff and clang-format can mend by themselves
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	git ls-files '*.cpp' '*.cu' '*.cuh' '*.h' | xargs $(BIN)/clang-format -i
 
 # A wheel has no test extensions and no files of an earlier build.
 wheel: $(VENV)/for-building ## the wheel for users, in dist/

@@ -36,6 +36,22 @@ def test_extreme_log_ratios(name, native_backends):
             assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-4, abs=1e-6), backend
 
 
+@pytest.mark.parametrize("head", [head for head in Head if head is not Head.CENSORED], ids=lambda head: head.name)
+def test_numbers_of_heads_that_are_extreme(head, native_backends):
+    """0, the default, and numbers almost as large as floats go: refused, or loss and gradient are finite."""
+    example = Example(6)
+    for number in (0.0, 3e38):
+        try:
+            gate = RatioGate("extreme", gates.Identity(), head=head, head_numbers=(number, number))
+        except ValueError:
+            continue
+        for old_logp in (example.logp, example.old_logp):
+            for backend in native_backends:
+                if not is_slow(backend):
+                    out = example.run(gate, backend, **example.needed(gate), old_logp=old_logp)
+                    assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all(), (backend, number)
+
+
 # Log-probabilities (now, then): beyond every place where something saturates, and as low as numbers go.
 LOWEST = torch.finfo(torch.float32).min
 EDGES = [

@@ -13,6 +13,12 @@ from hpo_core.ops.advantages import _numbers_of_groups
 from hpo_core.ops.gates import _numbers_of
 from hpo_core.specs import GroupNormalisation, PolicyLossInputs, Share
 
+# All optional tensors of a loss have a place in it.
+EVERYTHING = gates.RatioGate(
+    "everything", gates.Identity(), head=gates.Head.TARGET, penalty=gates.Penalty.K2, penalty_coefficient=0.5,
+    corrections=gates.icepop().corrections,
+)  # fmt: skip
+
 
 def operator_calls() -> list[tuple[str, dict[str, Any], str]]:
     """Names of operators with their arguments, and those of these whose shape depends on no other argument."""
@@ -108,7 +114,7 @@ def operator_calls() -> list[tuple[str, dict[str, Any], str]]:
         ),
         *(
             ("policy_loss", {**each, "backend": "", "want_grad": True, "want_tokens": True}, "cu_seqlens logp")
-            for each in (inputs, fiber, sequence)
+            for each in (inputs, fiber, sequence, _loss_inputs(packed, EVERYTHING))
         ),
         ("correction", {**_correction_inputs(packed), "backend": ""}, "cu_seqlens logp"),
         ("support_floor", {"logits": LOGITS, **settings}, ""),
@@ -148,6 +154,11 @@ def _loss_inputs(packed: PackedBatch, gate: gates.RatioGate) -> dict[str, Any]:
     )  # fmt: skip
     if not gate.takes_bounds:
         inputs = inputs._replace(low=None, high=None)
+    if gate is EVERYTHING:
+        inputs = inputs._replace(
+            target=S["weights"] / 4, penalty_mask=T["bools"], correction_first=T["old_logp"],
+            correction_second=T["old_logp"] - 0.125, leaf_begin=None, leaf_end=None, leaf_row=None, ancestors=None,
+        )  # fmt: skip
     return {**inputs._asdict(), **dict(zip(("structure", "numbers"), _numbers_of(spec), strict=True))}
 
 

@@ -200,16 +200,17 @@ docs: .venv-docs/for-docs ## the manual as a site, in build/site; warnings and o
 	$(call stage,.venv-docs with MkDocs (25 MB to download),$(PYTHON) -m venv .venv-docs && .venv-docs/bin/pip install --quiet $(DOCS))
 	@touch $@
 
+NATIVE_SOURCES := git ls-files '*.cpp' '*.cu' '*.cuh' '*.h'
 lint: $(VENV)/for-tests ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	git ls-files '*.cpp' '*.cu' '*.cuh' '*.h' | xargs $(BIN)/clang-format --dry-run -Werror
+	$(NATIVE_SOURCES) | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(VENV)/for-tests ## what ruff and clang-format can mend by themselves
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	git ls-files '*.cpp' '*.cu' '*.cuh' '*.h' | xargs $(BIN)/clang-format -i
+	$(NATIVE_SOURCES) | xargs $(BIN)/clang-format -i
 
 # A wheel has no test extensions and no files of an earlier build.
 wheel: $(VENV)/for-building ## the wheel for users, in dist/

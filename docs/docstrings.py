@@ -24,8 +24,8 @@ class Readable(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = readable(obj.docstring.value, obj)
-            lists = obj.is_class and any(str(base).endswith(("Enum", "NamedTuple")) for base in obj.bases)
-            if lists and "Attributes:" not in obj.docstring.value:
+            has_list = obj.is_class and any(str(base).endswith(("Enum", "NamedTuple")) for base in obj.bases)
+            if has_list and "Attributes:" not in obj.docstring.value:
                 obj.docstring.value += "\n\n" + "\n".join(f"* {member}" for member in _members(obj))
 
 

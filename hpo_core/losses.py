@@ -253,7 +253,7 @@ def hierarchical_policy_loss(
             "threshold=window.fit(entropy, batch, process_group=torch.distributed.group.WORLD)",
             group,
         )
-        score = window._score(entropy, batch, backend)
+        score = window.score(entropy, batch, backend=backend).flatten()
         options["threshold"] = window.fit_score(score, process_group=group, backend=backend)
         if gate is None or not has_ids(batch, gate.units):
             options["process_group"] = None  # the window alone spans ranks; flags are an error on all of them

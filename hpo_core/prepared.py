@@ -351,7 +351,7 @@ def _compared(
     check(entropy is not None, "entropy: a window needs the entropies [T]; pass entropy=")
     assert entropy is not None
     if score is None:
-        score = window._score(entropy, batch, backend)
+        score = window.score(entropy, batch, backend=backend).flatten()
     if threshold is None:
         check(
             window.scope == "call",

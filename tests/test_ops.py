@@ -242,7 +242,7 @@ def test_second_derivative_is_refused():
         torch.autograd.grad(grad.square().sum() + given.loss(leaf), leaf)
 
 
-def test_second_derivative_is_refused_of_a_graph_that_is_not_kept(native_backends):
+def test_second_derivative_is_refused_in_a_graph_that_is_not_kept(native_backends):
     for backend in native_backends:
         given = inputs(backend=backend)
         leaf = given.leaf()

@@ -387,7 +387,7 @@ def test_the_pages_show_pictures_that_are_small():
         assert any(f"(pictures/{name})" in page for page in pages)
         size = path.stat().st_size
         assert path.read_bytes().startswith(b"\x89PNG")
-        assert size < 130_000, f"{name} has {size} bytes: draw it with fewer dots per inch"
+        assert size < 120_000, f"{name} has {size} bytes: draw it with fewer dots per inch"
 
 
 def test_every_gate_that_reads_the_batch_alone_has_a_panel():

@@ -13,9 +13,9 @@ from hpo_core.ops.advantages import _numbers_of_groups
 from hpo_core.ops.gates import _numbers_of
 from hpo_core.specs import GroupNormalisation, PolicyLossInputs, Share
 
-# All optional tensors of a loss have a place in it.
-EVERYTHING = gates.RatioGate(
-    "everything", gates.Identity(), head=gates.Head.TARGET, penalty=gates.Penalty.K2, penalty_coefficient=0.5,
+# It reads the optional tensors that gates with bounds or levels leave.
+WITH_TERM = gates.RatioGate(
+    "with a term", gates.Identity(), head=gates.Head.TARGET, penalty=gates.Penalty.K2, penalty_coefficient=0.5,
     corrections=gates.icepop().corrections,
 )  # fmt: skip
 
@@ -29,6 +29,10 @@ def operator_calls() -> list[tuple[str, dict[str, Any], str]]:
     inputs = _loss_inputs(packed, gates.ppo_clip())
     fiber = _loss_inputs(packed, gates.fiberpo())
     sequence = _loss_inputs(packed, gates.gspo())
+    with_term = _loss_inputs(packed, WITH_TERM) | {
+        "target": S["weights"] / 4, "penalty_mask": T["bools"], "correction_first": T["old_logp"],
+        "correction_second": T["old_logp"] - 0.125,
+    }  # fmt: skip
     quantile = {"numerator": 1, "denominator": 2, "rule": 0, "backend": ""}
     of_scopes = {"segments": packed.cu_seqlens, "scope_of_segment": integers(1, 0, 1)}
     logprobs = {
@@ -114,7 +118,7 @@ def operator_calls() -> list[tuple[str, dict[str, Any], str]]:
         ),
         *(
             ("policy_loss", {**each, "backend": "", "want_grad": True, "want_tokens": True}, "cu_seqlens logp")
-            for each in (inputs, fiber, sequence, _loss_inputs(packed, EVERYTHING))
+            for each in (inputs, fiber, sequence, with_term)
         ),
         ("correction", {**_correction_inputs(packed), "backend": ""}, "cu_seqlens logp"),
         ("support_floor", {"logits": LOGITS, **settings}, ""),
@@ -146,7 +150,7 @@ def operator_calls() -> list[tuple[str, dict[str, Any], str]]:
 
 def _loss_inputs(packed: PackedBatch, gate: gates.RatioGate) -> dict[str, Any]:
     spec = gate.spec(hpo.kl.k3(0.125), False)
-    leaves = packed.hierarchy(tuple(level.unit for level in spec.levels)) if spec.is_hierarchical else (None,) * 4
+    leaves = packed.hierarchy(tuple(level.unit for level in spec.levels)) if spec.levels else (None,) * 4
     inputs = PolicyLossInputs(
         T["logp"], T["old_logp"], S["advantages"], S["weights"], packed.cu_seqlens, packed.mask,
         T["old_logp"] - 0.25, T["entropy"], T["entropy"], floats(0.5), T["bools"], T["weight"], T["weight"] / 4,
@@ -154,11 +158,6 @@ def _loss_inputs(packed: PackedBatch, gate: gates.RatioGate) -> dict[str, Any]:
     )  # fmt: skip
     if not gate.takes_bounds:
         inputs = inputs._replace(low=None, high=None)
-    if gate is EVERYTHING:
-        inputs = inputs._replace(
-            target=S["weights"] / 4, penalty_mask=T["bools"], correction_first=T["old_logp"],
-            correction_second=T["old_logp"] - 0.125, leaf_begin=None, leaf_end=None, leaf_row=None, ancestors=None,
-        )  # fmt: skip
     return {**inputs._asdict(), **dict(zip(("structure", "numbers"), _numbers_of(spec), strict=True))}
 
 

@@ -97,15 +97,11 @@ class EntropyWindow(Short):
     ) -> torch.Tensor:
         """The windowed means ``[T]`` (of a padded batch ``[B, L]``) that are compared, -inf where undefined."""
         batch = as_batch(batch)
-        return self._score(entropy, batch, backend).reshape(entropy.shape)
-
-    @examines
-    def _score(self, entropy: torch.Tensor, batch: PackedBatch, backend: str | None) -> torch.Tensor:
-        """The same, ``[T]``."""
         flat = flat_values("entropy", entropy, batch, backend)
         rows = batch.cu_seqlens if self.first == self.last == 0 else batch.once(PackedBatch.spans)
         rules = (BOUNDARIES[self.boundary], INVALID[self.invalid], WindowAggregate.MEAN)
-        return ops.window_score(flat, batch.mask, rows, self.first, self.last, *rules, backend)
+        score = ops.window_score(flat, batch.mask, rows, self.first, self.last, *rules, backend)
+        return score.reshape(entropy.shape)
 
     @examines
     def fit(
@@ -128,7 +124,7 @@ class EntropyWindow(Short):
         """
         batch = as_batch(batch)
         if process_group is not None:
-            score = self._score(entropy, batch, backend)
+            score = self.score(entropy, batch, backend=backend)
             return self.fit_score(score, process_group=process_group, backend=backend)
         self._check_is_step(batch, "entropy and batch", "process_group=torch.distributed.group.WORLD")
         values, mask, cu_seqlens = self._compared(entropy, batch, backend)
@@ -206,13 +202,13 @@ class EntropyWindow(Short):
         tensor([False,  True, False,  True])
         """
         batch = as_batch(batch)
-        score = self._score(entropy, batch, backend)
+        score = self.score(entropy, batch, backend=backend)
         if state is None:
             over_ranks = "state=window.fit(entropy, batch, process_group=torch.distributed.group.WORLD)"
             self._check_is_step(batch, "state=window.fit(entropy, batch)", over_ranks)
             state = self.fit_score(score, backend=backend)
         score, threshold = self._comparable(score, state, backend)
-        return Selection(score=score.reshape(entropy.shape), threshold=threshold, strict=self.strict)
+        return Selection(score=score, threshold=threshold, strict=self.strict)
 
     @examines
     def fit_apply(
@@ -246,7 +242,7 @@ class EntropyWindow(Short):
         if self.first == self.last == 0:
             flat = flat_values("entropy", entropy, batch, backend)
             return flat, batch.mask, batch.cu_seqlens
-        return self._score(entropy, batch, backend), None, None
+        return self.score(entropy, batch, backend=backend).flatten(), None, None
 
     def _comparable(
         self, values: torch.Tensor, state: WindowState, backend: str | None

@@ -186,8 +186,8 @@ def _scaled(
 
 
 def hands_on(factor: torch.Tensor) -> bool:
-    """Whether the product with the saved tensor can stand in its memory, which no later backward needs. A backward that
-    records a graph, even if it keeps none, has to find the refusal of second derivatives in it."""
+    """Whether the product with the saved tensor can stand in its memory, which no later backward needs. In a backward
+    that records a graph the product is an operation of the graph, which refuses second derivatives."""
     recorded = torch.is_grad_enabled() or factor.requires_grad
     return not (is_traced(factor) or recorded or _keeps_graph() or is_batched(factor))
 

@@ -8,6 +8,7 @@ All but ``token_mean`` take each piece of a response that is cut over ranks for 
 ``trajectory_ids`` may as well be turns. docs/levels_over_ranks.md makes the weights of pieces.
 
 Common arguments:
+    batch: a :class:`~hpo_core.PackedBatch`, or the ``[B, L]`` mask of a padded one.
     total: the count of the whole optimiser step (number or 0-dim tensor) instead of this batch's own: tokens, rows or
         groups. A part from :meth:`PackedBatch.micro_batches` needs it; slices of the weights of the whole do not.
     process_group: sum this batch's own count over these ranks (one all-reduce); not together with ``total``.
@@ -32,7 +33,7 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 
 from .arguments import as_float, check_choice, examines
-from .batch import PackedBatch, alone_without, renumber, row_counts, row_weights
+from .batch import PackedBatch, alone_without, as_batch, renumber, row_counts, row_weights
 from .checks import check, check_device, check_dtype, check_shape_of_tokens, require_type
 from .distributed import check_is_step, is_distributed, sum_in_order, world_size
 from .specs import Denominator
@@ -70,7 +71,7 @@ def _token_mean_in_steps(batch: PackedBatch) -> torch.Tensor:
 
 @examines
 def token_mean(
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     total: Total = None,
     process_group: ProcessGroup | None = None,
@@ -83,12 +84,13 @@ def token_mean(
     >>> token_mean(PackedBatch.from_lengths([3, 1]))
     tensor([0.2500, 0.2500])
     """
+    batch = as_batch(batch)
     return _of_counts(Denominator.TOKENS, batch, selected, total, process_group, gradient_reduction, ranks)
 
 
 @examines
 def seq_mean_token_mean(
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     total: Total = None,
     process_group: ProcessGroup | None = None,
@@ -104,12 +106,13 @@ def seq_mean_token_mean(
     >>> seq_mean_token_mean(PackedBatch.from_lengths([4, 1]))
     tensor([0.1250, 0.5000])
     """
+    batch = as_batch(batch)
     return _of_counts(Denominator.ROWS_AND_TOKENS, batch, selected, total, process_group, gradient_reduction, ranks)
 
 
 @examines
 def seq_mean_token_sum(
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     total: Total = None,
     process_group: ProcessGroup | None = None,
@@ -124,12 +127,13 @@ def seq_mean_token_sum(
     >>> seq_mean_token_sum(PackedBatch.from_lengths([4, 1]))
     tensor([0.5000, 0.5000])
     """
+    batch = as_batch(batch)
     return _of_counts(Denominator.ROWS, batch, selected, total, process_group, gradient_reduction, ranks)
 
 
 @examines
 def fixed_length(
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     length: float,
     *,
     total: Total = None,
@@ -145,6 +149,7 @@ def fixed_length(
     >>> fixed_length(PackedBatch.from_lengths([4, 1]), 10)
     tensor([0.0500, 0.0500])
     """
+    batch = as_batch(batch)
     _check_length(length)
     rows = batch.cu_seqlens.new_full((), batch.rows)
     scale = _scale(batch, rows, total, process_group, gradient_reduction, ranks) / length
@@ -153,7 +158,7 @@ def fixed_length(
 
 @examines
 def vl_norm(
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     length: float,
     alpha: float = 1.0,
     *,
@@ -178,6 +183,7 @@ def vl_norm(
     >>> vl_norm(PackedBatch.from_lengths([4, 1]), 10)
     tensor([0.0200, 0.0800])
     """
+    batch = as_batch(batch)
     _check_length(length)
     check(0 <= alpha < math.inf, "alpha: expected an exponent >= 0, got {}", alpha)
     counts = _counts(batch, None)
@@ -188,7 +194,7 @@ def vl_norm(
 
 @examines
 def prompt_mean(
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     total: Total = None,
     process_group: ProcessGroup | None = None,
@@ -207,6 +213,7 @@ def prompt_mean(
     >>> prompt_mean(batch)
     tensor([0.1250, 0.1250, 0.2500])
     """
+    batch = as_batch(batch)
     check(batch.group_ids is not None, "group_ids: prompt_mean needs them; pass group_ids to PackedBatch")
     assert batch.group_ids is not None
     counts = _counts(batch, _checked_selected(batch, selected))

@@ -173,7 +173,7 @@ def _examined_by(rule: Callable[[str, Any], None], name: str, value: Any) -> Any
 
 # Classes of arguments, named tuples with their tensors among them.
 _INSTANCES = (
-    *("PackedBatch", "GroupHistory", "WindowState", "ScopeStatistics", "PivotState", "AresTargets", "AresPenalty"),
+    *("GroupHistory", "WindowState", "ScopeStatistics", "PivotState", "AresTargets", "AresPenalty"),
     *("Expected", "RatioGate", "Window"),
 )
 
@@ -326,15 +326,7 @@ def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
     expected = function.__globals__[kind]  # looked up at each call: this module cannot import the class
     got = value if inspect.isroutine(value) else type(value)
     fix = ""
-    if kind == "PackedBatch" and hasattr(value, "batch"):  # of a micro-batch
-        fix = "; pass its .batch"
-    elif kind == "PackedBatch":
-        fix = (
-            "; PackedBatch.from_padded(mask) is one"
-            if isinstance(value, Tensor)
-            else "; PackedBatch.from_lengths makes one"
-        )
-    elif kind == "RatioGate" and isinstance(value, str):
+    if kind == "RatioGate" and isinstance(value, str):
         fix = "; the functions of hpo_core.gates make one"
     require_type(isinstance(value, expected), "{}: expected a {}, got {}{}", name, kind, got, fix)
     return _examined_fields(name, value) if isinstance(value, tuple) else value

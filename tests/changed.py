@@ -76,8 +76,8 @@ TESTING = ("testing", "testing_examples", "testing_faults")
 PYTHON = (
     *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_arguments", "gate_inputs", "imports"),
     *("level_metrics", "losses", "loss_errors", "single_call", "transforms", "compiled"),
-    *("masks_and_totals", "micro_batches", "ops", "python_mutants", "synchronisation", *TESTING, "without_native"),
-    *("backends", "wrong_arguments", "error_messages"),
+    *("masks_and_totals", "micro_batches", "ops", "padded_masks", "python_mutants", "synchronisation", *TESTING),
+    *("without_native", "backends", "wrong_arguments", "error_messages"),
 )
 TRL = ("trl", "trl_arguments", "trl_contract", "trl_head", "trl_steps", "trl_tools", "trl_over_ranks")
 VERL = ("verl", "verl_advantages", "verl_rows", "verl_head", "verl_fit", "verl_steps")

@@ -87,7 +87,6 @@ ERRORS = [
         "advantage: .*; policy_loss takes",
     ),
     (lambda: hpo.advantages.grpo(ROWS[None], None), r"rewards: expected shape \[U\] .*; use rewards\.flatten\(\) if"),
-    (lambda: hpo.aggregation.token_mean(TOKENS[None] == 0), r"batch: .*; PackedBatch\.from_padded\(mask\) is one"),
     (lambda: hpo.aggregation.token_mean(next(BATCH.micro_batches(9))), r"batch: .*MicroBatch'>; pass its \.batch"),
     (lambda: hpo.token_logprobs(TOKENS[:, None], TOKENS.long(), BATCH), "temperature: .* a batch; pass batch="),
     (lambda: hpo.token_logprobs(TOKENS[:, None], TOKENS.long(), TOKENS == 0), "temperature: .* a batch; pass batch="),
@@ -186,7 +185,7 @@ ERRORS = [
     ),
     (
         lambda: hpo.aggregation.token_mean([3, 2]),
-        "batch: expected a PackedBatch, got .*; PackedBatch.from_lengths makes",
+        "batch: expected a PackedBatch or a mask .*; PackedBatch.from_lengths",
     ),
     (lambda: gates.tis(gate="dapo"), "gate: expected a RatioGate, got .*; the functions of hpo_core.gates make one"),
     (

@@ -28,8 +28,8 @@ Common arguments:
     positions: ``[N]``, the order of steps inside their trajectory. Default: that in which they stand here.
     token_rewards: ``[T]`` floating point, the immediate reward of each token. A token whose advantage is unknown,
         because it is made of a number that is NaN or infinite, gets 0 and is in no statistic.
-    batch: the :class:`~hpo_core.PackedBatch` that results ``[T]`` belong to. If it is padded, tensors ``[T]`` may be
-        ``[B, L]``, and so are the results.
+    batch: the :class:`~hpo_core.PackedBatch` that results ``[T]`` belong to, or the ``[B, L]`` mask of a padded one.
+        If it is padded, tensors ``[T]`` may be ``[B, L]``, and so are the results.
     gamma, lam: the discount of returns, and lambda of generalised advantage estimation.
     backend: a name from :func:`hpo_core.backends`. Default: by device.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..batch import PackedBatch, row_counts, row_sums, spread_rows, valid_tokens
+from ..batch import PackedBatch, as_batch, row_counts, row_sums, spread_rows, valid_tokens
 from ..checks import check_rows, check_tokens
 from ..segments import scan, statistics
 from ..specs import Provenance
@@ -18,7 +18,7 @@ def prime(
     token_rewards: torch.Tensor,
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     process_weight: float = 5.0,
     outcome_weight: float = 5.0,
@@ -47,6 +47,7 @@ def prime(
     >>> prime(torch.tensor([0.5, 0.0, 0.0]), torch.tensor([1.0, 0.0]), None, batch, whitened=False)
     tensor([ 7.5000,  3.7500, -6.2500])
     """
+    batch = as_batch(batch)
     check_rows(batch, rewards=rewards, group_ids=group_ids)
     check_tokens(batch, token_rewards=token_rewards)
     check_finite(process_weight=process_weight, outcome_weight=outcome_weight)

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ..batch import PackedBatch, place_in_row, spread_rows, valid_tokens
+from ..batch import PackedBatch, as_batch, place_in_row, spread_rows, valid_tokens
 from ..checks import check, check_rows, check_tokens
 from ..segments import Chains, chains, dense_ids, scan, statistics
 from ..specs import Provenance
@@ -22,7 +22,7 @@ from .terms import about_group, as_advantages, estimator, grouped, known, scorab
 @estimator(Provenance.VERIFIED, level="token")
 def reinforce_pp(
     token_rewards: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     gamma: float = 1.0,
     whitened: bool = True,
@@ -44,6 +44,7 @@ def reinforce_pp(
     >>> reinforce_pp(torch.tensor([0.0, 0.5, 0, 0, 0, 1]), batch, gamma=0.9, whitened=False)
     tensor([1.1790, 1.3100, 0.0000, 0.0000, 0.9000, 1.0000])
     """
+    batch = as_batch(batch)
     check_tokens(batch, token_rewards=token_rewards)
     check_discounts(gamma=gamma)
     valid = valid_tokens(batch)
@@ -55,7 +56,11 @@ def reinforce_pp(
 
 @estimator(Provenance.VERIFIED, level="token")
 def remax(
-    token_rewards: torch.Tensor, greedy_rewards: torch.Tensor, batch: PackedBatch, *, backend: str | None = None
+    token_rewards: torch.Tensor,
+    greedy_rewards: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    *,
+    backend: str | None = None,
 ) -> torch.Tensor:
     """ReMax: the return from each token on, minus the reward of the prompt's greedy response (arXiv 2310.10505).
     Returns ``[T]`` float32.
@@ -67,6 +72,7 @@ def remax(
     >>> remax(torch.tensor([0.0, 1.0]), torch.tensor([0.25]), PackedBatch.from_lengths([2]))
     tensor([0.7500, 0.7500])
     """
+    batch = as_batch(batch)
     check_tokens(batch, token_rewards=token_rewards)
     check_rows(batch, greedy_rewards=greedy_rewards)
     valid = valid_tokens(batch)
@@ -78,7 +84,7 @@ def remax(
 
 @estimator(Provenance.PAPER, level="token")
 def hicra(
-    advantages: torch.Tensor, is_planning: torch.Tensor, batch: PackedBatch, *, alpha: float = 0.2
+    advantages: torch.Tensor, is_planning: torch.Tensor, batch: PackedBatch | torch.Tensor, *, alpha: float = 0.2
 ) -> torch.Tensor:
     """HICRA: planning tokens get ``A + alpha |A|`` (arXiv 2509.03646). Returns ``[T]`` float32.
 
@@ -90,6 +96,7 @@ def hicra(
     >>> hicra(torch.tensor([1.0, -1.0]), torch.tensor([True, False, True]), PackedBatch.from_lengths([2, 1]))
     tensor([ 1.2000,  1.0000, -0.8000])
     """
+    batch = as_batch(batch)
     check_rows(batch, advantages=advantages)
     check_tokens(batch, is_planning=is_planning)
     own = torch.where(valid_tokens(batch), known(spread_rows(advantages, batch, 0.0)), 0.0)
@@ -101,7 +108,7 @@ def rl_zvp(
     rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     advantages: torch.Tensor,
     *,
     alpha: float = 0.1,
@@ -123,6 +130,7 @@ def rl_zvp(
     >>> rl_zvp(torch.tensor([1.0]), None, torch.tensor([0.5, 1.0]), batch, torch.tensor([0.0]))
     tensor([0.0500, 0.1000])
     """
+    batch = as_batch(batch)
     check_rows(batch, rewards=rewards, group_ids=group_ids, advantages=advantages)
     check_tokens(batch, entropy=entropy)
     row = batch.row_of_token()
@@ -142,7 +150,7 @@ def rl_zvp(
 def iw_opd(
     teacher_logp: torch.Tensor,
     old_logp: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     gamma: float = 0.5,
     backend: str | None = None,
@@ -164,6 +172,7 @@ def iw_opd(
     >>> iw_opd(teacher, old, PackedBatch.from_lengths([3]))
     tensor([ 0.7500, -1.3750, -0.5625])
     """
+    batch = as_batch(batch)
     check_tokens(batch, teacher_logp=teacher_logp, old_logp=old_logp)
     check(0 <= gamma < math.inf, "gamma: expected a finite number >= 0, got {}", gamma)
     gap = torch.where(valid_tokens(batch), known(teacher_logp.double() - old_logp.double()), 0.0)
@@ -178,7 +187,7 @@ def iw_opd(
 def otb(
     token_rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     chosen_probability: torch.Tensor,
     squared_probabilities: torch.Tensor,
     *,
@@ -203,6 +212,7 @@ def otb(
     >>> otb(torch.tensor([1.0, 0.0]), batch.group_ids, batch, half, half)
     tensor([ 0.5000, -0.5000])
     """
+    batch = as_batch(batch)
     row = batch.row_of_token()
     token = torch.arange(batch.total_tokens, device=row.device)
     first = torch.full((batch.rows,), batch.total_tokens, dtype=torch.int64, device=row.device)
@@ -219,7 +229,7 @@ def otb(
 def tir_otb(
     token_rewards: torch.Tensor,
     group_ids: torch.Tensor | None,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     chosen_probability: torch.Tensor,
     squared_probabilities: torch.Tensor,
     *,
@@ -238,6 +248,7 @@ def tir_otb(
     >>> tir_otb(torch.tensor([0.0, 0, 1, 0, 0]), batch.group_ids, batch, half, half)
     tensor([ 0.5000,  0.0000,  0.5000, -0.5000, -0.5000])
     """
+    batch = as_batch(batch)
     position = place_in_row(valid_tokens(batch), batch)
     return _against_positions(
         token_rewards, group_ids, batch, chosen_probability, squared_probabilities, importance, position, backend
@@ -282,7 +293,7 @@ def _against_positions(
 def token_gae(
     token_rewards: torch.Tensor,
     values: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
@@ -307,6 +318,7 @@ def token_gae(
     >>> token_gae(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25]), batch, gamma=0.5, whitened=False)
     tensor([0.0000, 0.7500])
     """
+    batch = as_batch(batch)
     check_tokens(batch, token_rewards=token_rewards, values=values)
     check_discounts(gamma=gamma, lam=lam)
     return _along_trajectories(token_rewards, values, batch, _trajectories(batch), gamma, lam, whitened, backend)
@@ -316,7 +328,7 @@ def token_gae(
 def vapo(
     token_rewards: torch.Tensor,
     values: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     gamma: float = 1.0,
     alpha: float = 0.05,
@@ -339,6 +351,7 @@ def vapo(
     >>> vapo(torch.tensor([0.0, 0.0, 1.0]), torch.zeros(3), batch, alpha=0.5, whitened=False)
     tensor([0.1111, 0.3333, 1.0000])
     """
+    batch = as_batch(batch)
     check_tokens(batch, token_rewards=token_rewards, values=values)
     check_discounts(gamma=gamma)
     check(0 < alpha < math.inf, "alpha: expected a finite number above 0, got {}", alpha)
@@ -376,7 +389,7 @@ def _along_trajectories(
 def t_ppo(
     token_rewards: torch.Tensor,
     values: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     is_truncated: torch.Tensor,
     *,
     gamma: float = 1.0,
@@ -400,6 +413,7 @@ def t_ppo(
     >>> t_ppo(torch.tensor([0.0, 0.0]), torch.tensor([0.5, 0.25]), batch, torch.tensor([True]))
     tensor([-0.2500,  0.0000])
     """
+    batch = as_batch(batch)
     check_tokens(batch, token_rewards=token_rewards, values=values)
     check_rows(batch, is_truncated=is_truncated)
     check_discounts(gamma=gamma, lam=lam)

@@ -30,6 +30,12 @@ def _examined(name: str, value: Any) -> Any:
     return examined(name, value) if isinstance(value, torch.Tensor) else value
 
 
+def _padded_shape(batch: Any) -> tuple[int, int] | None:
+    if isinstance(batch, PackedBatch):
+        return batch.padded_shape
+    return (batch.shape[0], batch.shape[1]) if isinstance(batch, torch.Tensor) and batch.dim() == 2 else None
+
+
 def _of_tokens(result: Any, shape: tuple[int, int]) -> Any:
     return _reshaped(result, (shape[0] * shape[1],), shape)
 
@@ -37,7 +43,8 @@ def _of_tokens(result: Any, shape: tuple[int, int]) -> Any:
 def takes_padded(
     function: Function, names: Sequence[str], padded: Callable[[Any, tuple[int, int]], Any] = _of_tokens
 ) -> Function:
-    """The function, which then takes tensors ``[B, L]`` beside a padded ``batch``, too, and returns such.
+    """The function, which then takes tensors ``[B, L]`` beside a padded ``batch``, too, and returns such. A padded
+    batch is a :class:`PackedBatch` made of a mask, or the mask itself.
 
     ``names``: its parameters. ``padded(result, (B, L))``: its result ``[T]`` as one ``[B, L]``.
     """
@@ -45,15 +52,14 @@ def takes_padded(
     @functools.wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
         given = dict(zip(names, arguments, strict=False)) | keywords
-        batch = given.get("batch")
-        shape = batch.padded_shape if isinstance(batch, PackedBatch) else None
-        if shape is None or len(arguments) > len(names):
+        shape = _padded_shape(given.get("batch"))
+        if shape is None or len(given) < len(arguments) + len(keywords):  # arguments too many: Python says so
             return function(*arguments, **keywords)
-        places = [_examined(name, one) for name, one in zip(names, arguments, strict=False)]
-        named = {name: _examined(name, one) for name, one in keywords.items()}
-        flat = [_reshaped(one, shape, (-1,)) for one in (*places, *named.values())]
-        result = function(*flat[: len(places)], **dict(zip(named, flat[len(places) :], strict=True)))
-        is_packed = all(one is before for one, before in zip(flat, (*places, *named.values()), strict=True))
+        batch = {"batch": given.pop("batch")}
+        given = {name: _examined(name, one) for name, one in given.items()}
+        flat = {name: _reshaped(one, shape, (-1,)) for name, one in given.items()}
+        result = function(**flat, **batch)
+        is_packed = all(flat[name] is one for name, one in given.items())
         return result if is_packed else padded(result, shape)
 
     return run  # type: ignore[return-value]

@@ -4,8 +4,8 @@ made of them.
 Common arguments:
     entropy: ``[T]`` float32 or float64, in nats: a constant of the differentiation, except in penalties. Functions that
         only average entropies take 16 bits, too.
-    batch: a :class:`~hpo_core.PackedBatch`. If it is padded, tensors ``[T]`` may be ``[B, L]``, and so are the results.
-        Values at masked positions are not read.
+    batch: a :class:`~hpo_core.PackedBatch`, or the ``[B, L]`` mask of a padded one. If it is padded, tensors ``[T]``
+        may be ``[B, L]``, and so are the results. Values at masked positions are not read.
     logp, old_logp, advantages, advantage_level: as in :func:`~hpo_core.policy_loss`.
     is_correct: ``[S]`` bool, whether the response of each row is right.
     group_ids: ``[S]`` integers, the prompt of each row; negative: none. None: one group.

@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 import torch.distributed
 
-from ..batch import PackedBatch, row_counts, spread_rows, valid_tokens
+from ..batch import PackedBatch, as_batch, row_counts, spread_rows, valid_tokens
 from ..checks import check, check_precise, check_scalar, check_tokens
 from ..distributed import gather
 from ..specs import OrderRule, Provenance
@@ -28,7 +28,7 @@ from .statistics import ScopeStatistics, fit_scopes
 @preset(Provenance.PAPER)
 def ares_windows(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     width: int = 4,
     quantile: str | Fraction | float = "0.95",
@@ -53,6 +53,7 @@ def ares_windows(
     >>> ares_windows(entropy, PackedBatch.from_lengths([6]), width=2, of_windows=True)
     tensor([False, False,  True, False, False, False])
     """
+    batch = as_batch(batch)
     check_precise("entropy", entropy)
     check_tokens(batch, entropy=entropy)
     means = window_aggregate(entropy, batch, Window.forward(width), backend=backend)
@@ -79,7 +80,7 @@ def _fitted_in_order(
 @preset(Provenance.VERIFIED)
 def ares_threshold(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     state: torch.Tensor | None = None,
     *,
     width: int = 4,
@@ -105,6 +106,7 @@ def ares_threshold(
     >>> ares_threshold(entropy, PackedBatch.from_lengths([6]), torch.tensor(0.5), width=2, quantile="0.5")
     tensor(0.5027)
     """
+    batch = as_batch(batch)
     check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
     check_precise("entropy", entropy)
     check_tokens(batch, entropy=entropy)
@@ -126,7 +128,7 @@ def ares_threshold(
 def ares_next_windows(
     entropy: torch.Tensor,
     mask: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     threshold: torch.Tensor,
     *,
     width: int = 4,
@@ -145,6 +147,7 @@ def ares_next_windows(
     >>> ares_next_windows(*given, torch.tensor(0.8), width=2)
     tensor([ True,  True, False, False, False, False])
     """
+    batch = as_batch(batch)
     check_tokens(batch, mask=mask)
     read(batch, entropy=entropy)
     check_scalar("threshold", threshold, entropy.device, "entropy")
@@ -153,19 +156,25 @@ def ares_next_windows(
 
 
 @preset(Provenance.VERIFIED, per_token=False)
-def count_of_rows(mask: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+def count_of_rows(mask: torch.Tensor, batch: PackedBatch | torch.Tensor) -> torch.Tensor:
     """The selected valid tokens of each row, ``[S]`` int64, by a ``mask`` ``[T]`` bool: ARES' ``N_HE``.
 
     >>> count_of_rows(torch.tensor([True, False, True]), PackedBatch.from_lengths([2, 1]))
     tensor([1, 1])
     """
+    batch = as_batch(batch)
     check_tokens(batch, mask=mask)
     return row_counts(batch, mask)
 
 
 @preset(Provenance.PAPER)
 def ares_penalty_weights(
-    mask: torch.Tensor, difficulty: torch.Tensor, beta: torch.Tensor, batch: PackedBatch, *, relief: float
+    mask: torch.Tensor,
+    difficulty: torch.Tensor,
+    beta: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    *,
+    relief: float,
 ) -> Selection:
     """ARES' dynamic penalty ``beta_d rho_t``, rho below 1 inside high-entropy windows (arXiv 2510.08457). Returns a
     :class:`Selection` with a factor on ``kl=hpo_core.kl.k3(1.0)``.
@@ -180,6 +189,7 @@ def ares_penalty_weights(
     >>> ares_penalty_weights(*given, PackedBatch.from_lengths([2]), relief=0.5).kl_weight
     tensor([0.2000, 0.4000])
     """
+    batch = as_batch(batch)
     check_tokens(batch, mask=mask)
     check_difficulty(difficulty, batch.cu_seqlens[1:])
     check_three("beta", beta, batch.cu_seqlens)

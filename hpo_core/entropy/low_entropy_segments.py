@@ -9,7 +9,7 @@ import torch
 
 from ..advantages.returns import once
 from ..advantages.terms import among, as_advantages, known
-from ..batch import PackedBatch, row_counts, spread_rows
+from ..batch import PackedBatch, as_batch, row_counts, spread_rows
 from ..checks import check_rows, check_tokens
 from ..segments import chains, dense_ids, statistics
 from ..specs import Provenance
@@ -23,7 +23,7 @@ from .token_rewards import outcomes
 @preset(Provenance.VERIFIED)
 def less_tokens(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     quantile: str | Fraction | float = "0.8",
     length: int = 5,
@@ -41,6 +41,7 @@ def less_tokens(
     >>> less_tokens(entropy, PackedBatch.from_lengths([5]), length=2)
     tensor([ True,  True,  True, False, False])
     """
+    batch = as_batch(batch)
     signal = read(batch, entropy=entropy)
     below, _ = _below(signal, batch, quantile, backend)
     return opened(below, batch, length, backend=backend)
@@ -52,7 +53,7 @@ def less(
     is_correct: torch.Tensor,
     entropy: torch.Tensor,
     segment_ids: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     quantile: str | Fraction | float = "0.8",
     backend: str | None = None,
@@ -79,6 +80,7 @@ def less(
     >>> less(*given, segments, PackedBatch.from_lengths([3, 3, 3]), quantile="0.4")
     tensor([1.0000, 0.5000, 1.0000, 1.0000, 0.0000, 1.0000, 0.0000, 1.0000, 1.0000])
     """
+    batch = as_batch(batch)
     check_rows(batch, advantages=advantages, is_correct=is_correct)
     check_tokens(batch, segment_ids=segment_ids)
     signal, row = read(batch, entropy=entropy), batch.row_of_token()

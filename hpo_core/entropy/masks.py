@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from ..batch import PackedBatch, spread_rows
+from ..batch import PackedBatch, as_batch, spread_rows
 from ..checks import check, check_rows, check_tokens
 from ..gates.token_level import check_epsilons
 from ..specs import Provenance
@@ -18,7 +18,9 @@ from .statistics import means_of_segments
 
 
 @preset(Provenance.VERIFIED)
-def cover(mask: torch.Tensor, batch: PackedBatch, window: Window, *, backend: str | None = None) -> torch.Tensor:
+def cover(
+    mask: torch.Tensor, batch: PackedBatch | torch.Tensor, window: Window, *, backend: str | None = None
+) -> torch.Tensor:
     """The tokens inside the windows of selected tokens, ``[T]`` bool: ARES' high-entropy windows as spans.
 
     Args:
@@ -29,19 +31,23 @@ def cover(mask: torch.Tensor, batch: PackedBatch, window: Window, *, backend: st
     >>> cover(mask, PackedBatch.from_lengths([4, 1]), Window.forward(2))
     tensor([ True,  True, False, False,  True])
     """
+    batch = as_batch(batch)
     check_tokens(batch, mask=mask)
     reflected = Window(-window.last, -window.first, "max", "shrink")
     return window_aggregate(mask.float(), batch, reflected, backend=backend) > 0
 
 
 @preset(Provenance.VERIFIED)
-def opened(mask: torch.Tensor, batch: PackedBatch, length: int, *, backend: str | None = None) -> torch.Tensor:
+def opened(
+    mask: torch.Tensor, batch: PackedBatch | torch.Tensor, length: int, *, backend: str | None = None
+) -> torch.Tensor:
     """The runs of at least ``length`` selected tokens, ``[T]`` bool. A masked token ends a run.
 
     >>> mask = torch.tensor([True, False, True, True, True])
     >>> opened(mask, PackedBatch.from_lengths([5]), 2)
     tensor([False, False,  True,  True,  True])
     """
+    batch = as_batch(batch)
     check_tokens(batch, mask=mask)
     check(length >= 1, "length: expected a number of tokens >= 1, got {}", length)
     run = Window(0, length - 1, "min", "full", "break")
@@ -50,7 +56,7 @@ def opened(mask: torch.Tensor, batch: PackedBatch, length: int, *, backend: str 
 
 
 @preset(Provenance.VERIFIED)
-def checked_mask(mask: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) -> Selection:
+def checked_mask(mask: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch | torch.Tensor) -> Selection:
     """A mask as a :class:`Selection` that does not hide errors: valid tokens whose entropy is not finite are selected
     by no mask, and here they have the weight NaN, so that the loss counts them (``bad_advantages``).
 
@@ -64,13 +70,14 @@ def checked_mask(mask: torch.Tensor, entropy: torch.Tensor, batch: PackedBatch) 
     >>> checked_mask(*given).weight
     tensor([1., nan])
     """
+    batch = as_batch(batch)
     check_tokens(batch, mask=mask)
     return read(batch, entropy=entropy).selected(mask)
 
 
 @preset(Provenance.VERIFIED)
 def group_confidence(
-    confidence: torch.Tensor, batch: PackedBatch, width: int = 2048, *, backend: str | None = None
+    confidence: torch.Tensor, batch: PackedBatch | torch.Tensor, width: int = 2048, *, backend: str | None = None
 ) -> torch.Tensor:
     """DeepConf's group confidence: the mean of ``confidence`` over the last ``width`` tokens, ``[T]`` (as ECHO and
     DeepConf describe it).
@@ -85,6 +92,7 @@ def group_confidence(
     >>> group_confidence(torch.tensor([4.0, 2.0, 6.0]), PackedBatch.from_lengths([3]), 2)
     tensor([4., 3., 4.])
     """
+    batch = as_batch(batch)
     read(batch, confidence=confidence)
     return window_aggregate(confidence, batch, Window.causal(width, boundary="shrink"), backend=backend)
 
@@ -93,7 +101,7 @@ def group_confidence(
 def erc(
     entropy: torch.Tensor,
     old_entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     eps_low: float = 0.05,
     eps_high: float = 0.05,
@@ -114,6 +122,7 @@ def erc(
     >>> erc(entropy, old_entropy, PackedBatch.from_lengths([4])).mask
     tensor([ True,  True,  True, False])
     """
+    batch = as_batch(batch)
     check_epsilons(eps_low, eps_high, finite=True)
     signal = read(batch, entropy=entropy, old_entropy=old_entropy)
     ratio = (signal.values + 1e-8) / (signal.also(old_entropy) + 1e-8)
@@ -125,7 +134,7 @@ def ulorl(
     logp: torch.Tensor,
     entropy: torch.Tensor,
     is_correct: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     probability: float = 0.99,
     sigma: float = 0.2,
@@ -145,6 +154,7 @@ def ulorl(
     >>> ulorl(logp, entropy, torch.tensor([True]), PackedBatch.from_lengths([2])).mask
     tensor([False,  True])
     """
+    batch = as_batch(batch)
     check(0 < probability <= 1, "probability: expected a number in (0, 1], got {}", probability)
     check_rows(batch, is_correct=is_correct)
     signal, row = read(batch, entropy=entropy, logp=logp), batch.row_of_token()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..arguments import check_compat, check_pair
-from ..batch import PackedBatch, row_counts, spread_rows, valid_tokens
+from ..batch import PackedBatch, as_batch, row_counts, spread_rows, valid_tokens
 from ..checks import check, check_device, check_precise, check_rows, check_scalar, check_tokens
 from ..distributed import sum_in_order
 from ..specs import Provenance
@@ -19,7 +19,7 @@ from .signals import preset
 
 
 @preset(Provenance.VERIFIED, differentiable=True)
-def mean_entropy(entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tensor) -> torch.Tensor:
+def mean_entropy(entropy: torch.Tensor, batch: PackedBatch | torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """``sum_t m_t w[s(t)] H_t``, 0-dim: minus a coefficient times this is an entropy bonus; plus, it is the entropy
     minimisation of arXiv 2505.15134.
 
@@ -34,13 +34,19 @@ def mean_entropy(entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tenso
     >>> mean_entropy(entropy, PackedBatch.from_lengths([2]), torch.tensor([0.5])).item()
     1.0
     """
+    batch = as_batch(batch)
     values, usable = _differentiable(entropy, batch)
     return _summed(values, usable, batch, weights, entropy.dtype)
 
 
 @preset(Provenance.VERIFIED, differentiable=True)
 def entropy_band(
-    entropy: torch.Tensor, batch: PackedBatch, weights: torch.Tensor, *, low: torch.Tensor, high: torch.Tensor
+    entropy: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    low: torch.Tensor,
+    high: torch.Tensor,
 ) -> torch.Tensor:
     """The distance of entropies to a corridor, ``sum_t m_t w[s(t)] ([low - H]_+ + [H - high]_+)``, 0-dim.
 
@@ -56,6 +62,7 @@ def entropy_band(
     >>> entropy.grad
     tensor([-1.,  0.,  1.])
     """
+    batch = as_batch(batch)
     check_rows(batch, low=low, high=high)
     values, usable = _differentiable(entropy, batch)
     edges = [spread_rows(edge.detach().double(), batch, 0.0) for edge in (low, high)]
@@ -66,7 +73,7 @@ def entropy_band(
 @preset(Provenance.VERIFIED, differentiable=True)
 def epo(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     weights: torch.Tensor,
     history: torch.Tensor,
     *,
@@ -95,6 +102,7 @@ def epo(
     >>> round(epo(*given, coefficient=1.0, kappa=(0.5, 1.5)).item(), 4)  # -(0.75 - 0.0125)
     -0.7375
     """
+    batch = as_batch(batch)
     check_precise("history", history, "use history.float()")
     check(history.dim() == 1, "history: expected shape [K] (one per step), got {}", list(history.shape))
     check_device("history", history, batch.device, "the batch")
@@ -116,7 +124,7 @@ def epo(
 
 
 @preset(Provenance.VERIFIED, differentiable=True)
-def siren_mean(entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor) -> torch.Tensor:
+def siren_mean(entropy: torch.Tensor, batch: PackedBatch | torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The mean over rows of the mean entropy of their selected tokens, 0-dim, with its graph, which :func:`siren` holds
     to an anchor. A row without a selected token is not counted.
 
@@ -124,6 +132,7 @@ def siren_mean(entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor) ->
     >>> siren_mean(torch.tensor([0.5, 9.0, 1.5]), PackedBatch.from_lengths([2, 1]), mask).item()
     1.0
     """
+    batch = as_batch(batch)
     check_tokens(batch, mask=mask)
     values, usable = _differentiable(entropy, batch)
     chosen = usable & mask
@@ -135,7 +144,12 @@ def siren_mean(entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor) ->
 
 @preset(Provenance.VERIFIED, differentiable=True)
 def siren(
-    entropy: torch.Tensor, batch: PackedBatch, mask: torch.Tensor, anchor: torch.Tensor, *, coefficient: float = 0.005
+    entropy: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    mask: torch.Tensor,
+    anchor: torch.Tensor,
+    *,
+    coefficient: float = 0.005,
 ) -> torch.Tensor:
     """SIREN: ``coefficient (m - anchor)^2``, m the :func:`siren_mean` of the selected entropies (arXiv 2509.25133).
     Returns a 0-dim loss term.
@@ -152,6 +166,7 @@ def siren(
     >>> round(siren(*given, torch.tensor(3.0)).item(), 4)
     0.02
     """
+    batch = as_batch(batch)
     check_scalar("anchor", anchor, batch.device, "the batch")
     return coefficient * (siren_mean(entropy, batch, mask) - anchor.detach()).square()
 

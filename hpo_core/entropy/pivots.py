@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..arguments import check_compat
-from ..batch import PackedBatch
+from ..batch import PackedBatch, as_batch
 from ..checks import check_tokens
 from ..gates.token_level import check_epsilons
 from ..reference.terms import SATURATION
@@ -23,7 +23,7 @@ from .statistics import PivotState, checked_pivot, fit_pivot
 @preset(Provenance.VERIFIED)
 def hapo(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     eps_low: float = 0.2,
     eps_high: float = 0.28,
@@ -50,6 +50,7 @@ def hapo(
     >>> low, high[-2:]
     (tensor([0.6000, 0.6400, 0.6800, 0.7200, 0.7600, 0.8000, 0.8000]), tensor([1.2800, 1.5600]))
     """
+    batch = as_batch(batch)
     check_epsilons(eps_low, eps_high, finite=True)
     given, state = _read(entropy, batch, state, backend)
     h = _relative(given, state, compat)
@@ -63,7 +64,7 @@ def hapo_redistribution(
     entropy: torch.Tensor,
     logp: torch.Tensor,
     old_logp: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     eps: tuple[float, float] = (0.2, 0.28),
     bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -86,6 +87,7 @@ def hapo_redistribution(
     >>> hapo_redistribution(entropy, ratio.log(), torch.zeros(7), batch).advantage_factor
     tensor([0.0000, 0.2000, 0.4000, 0.6000, 0.8000, 1.0000, 2.0000])
     """
+    batch = as_batch(batch)
     _, state = _read(entropy, batch, state, backend)
     signal = read(batch, entropy=entropy, logp=logp, old_logp=old_logp)
     ratio = torch.exp((signal.also(logp) - signal.also(old_logp)).clamp(-SATURATION, SATURATION))
@@ -104,7 +106,7 @@ def hapo_redistribution(
 @preset(Provenance.VERIFIED)
 def hapo_temperature(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     state: PivotState,
     *,
     base: float = 1.0,
@@ -127,6 +129,7 @@ def hapo_temperature(
     >>> hapo_temperature(entropy, batch, fit_pivot(entropy, batch, "0.5"), tau=0.05, compat="code")
     tensor([1.0500, 1.0000, 1.0500])
     """
+    batch = as_batch(batch)
     given, state = _read(entropy, batch, state, None)
     if check_compat(compat):
         h = _relative(given, state, compat).clamp(-1, 1)

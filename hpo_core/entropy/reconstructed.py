@@ -9,7 +9,7 @@ import torch
 
 from ..advantages.terms import among, as_advantages, known
 from ..arguments import check_compat, constant
-from ..batch import PackedBatch
+from ..batch import PackedBatch, as_batch
 from ..checks import check, check_rows, check_tokens, check_units
 from ..reference.terms import SATURATION
 from ..segments import dense_ids, statistics
@@ -26,7 +26,7 @@ __all__ = ["dcpo_regulariser", "funrl", "openvl_band", "rlsp_rewards", "seed_grp
 
 @preset(Provenance.RECONSTRUCTED)
 def dcpo_regulariser(
-    target_logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch, *, ratio_cap: float = math.inf
+    target_logp: torch.Tensor, old_logp: torch.Tensor, batch: PackedBatch | torch.Tensor, *, ratio_cap: float = math.inf
 ) -> Selection:
     """Distribution-centric policy optimisation: weights ``rho = pi_T / pi_old`` that make samples of the old policy
     stand for those of a distribution of higher temperature (arXiv 2601.12730, as its repository describes it). Returns
@@ -51,6 +51,7 @@ def dcpo_regulariser(
     >>> dcpo_regulariser(*given, PackedBatch.from_lengths([2])).weight
     tensor([1.5000, 1.0000])
     """
+    batch = as_batch(batch)
     check(ratio_cap >= 1, "ratio_cap: expected a ratio >= 1, got {}", ratio_cap)
     signal = read(batch, target_logp=target_logp, old_logp=old_logp)
     ratio = torch.exp((signal.values - signal.also(old_logp)).clamp(-SATURATION, SATURATION))
@@ -83,7 +84,7 @@ def funrl(
     advantages: torch.Tensor,
     entropy: torch.Tensor,
     mask: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     alpha: float = 0.4,
     kappa: float = 2.0,
@@ -105,6 +106,7 @@ def funrl(
     >>> funrl(*given, PackedBatch.from_lengths([2, 1]))
     tensor([ 1.1200, -0.0800])
     """
+    batch = as_batch(batch)
     check_rows(batch, advantages=advantages)
     check_tokens(batch, mask=mask)
     check_bonus(alpha, kappa)
@@ -118,7 +120,7 @@ def funrl(
 @preset(Provenance.RECONSTRUCTED, differentiable=True)
 def openvl_band(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     weights: torch.Tensor,
     *,
     low: torch.Tensor,
@@ -137,6 +139,7 @@ def openvl_band(
     >>> round(openvl_band(*given, low=torch.tensor([0.3]), high=torch.tensor([1.2]), coefficient=2.0).item(), 4)
     0.3
     """
+    batch = as_batch(batch)
     return coefficient * entropy_band(entropy, batch, weights, low=low, high=high)
 
 

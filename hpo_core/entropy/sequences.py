@@ -14,7 +14,7 @@ import torch
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, known
 from ..arguments import check_compat
-from ..batch import PackedBatch, first_ranges, of_row, row_counts, spread_rows
+from ..batch import PackedBatch, as_batch, first_ranges, of_row, row_counts, spread_rows
 from ..checks import check, check_rows, check_units
 from ..segments import chains, statistics
 from ..specs import Provenance
@@ -26,7 +26,7 @@ from .statistics import LEAST_DIFFERENCE, means_of_segments
 def edge_grpo(
     advantages: torch.Tensor,
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     most: float = math.inf,
     compat: str = "paper",
@@ -50,6 +50,7 @@ def edge_grpo(
     >>> edge_grpo(torch.ones(3), torch.tensor([0.2, 0.4, 0.6]), batch)
     tensor([2.0000, 1.0000, 0.6667])
     """
+    batch = as_batch(batch)
     check_rows(batch, advantages=advantages)
     mean, usual = _means(read(batch, entropy=entropy), batch, check_compat(compat), backend)
     factor = torch.where(usual > 0, usual / mean, 1.0).clamp(max=most)
@@ -60,7 +61,7 @@ def edge_grpo(
 def ettrl(
     advantages: torch.Tensor,
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     least: float = -math.inf,
     backend: str | None = None,
@@ -76,6 +77,7 @@ def ettrl(
     >>> ettrl(torch.ones(3), torch.tensor([0.2, 0.4, 0.6]), batch)
     tensor([1.5000, 1.0000, 0.5000])
     """
+    batch = as_batch(batch)
     check_rows(batch, advantages=advantages)
     mean, usual = _means(read(batch, entropy=entropy), batch, False, backend)
     factor = torch.where(usual > 0, 2 - mean / usual, 1.0).clamp(min=least)
@@ -96,7 +98,7 @@ def _means(given: Signal, batch: PackedBatch, padded: bool, backend: str | None)
 def empg(
     advantages: torch.Tensor,
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     k: float = 1.0,
     k_next: float = 1.0,
@@ -124,6 +126,7 @@ def empg(
     >>> empg(torch.ones(1), torch.tensor([0.1, 0.5, 0.9]), batch, zeta=0.0)
     tensor([ 0.5194, -0.0784, -0.4410])
     """
+    batch = as_batch(batch)
     check_rows(batch, advantages=advantages)
     check(batch.num_steps is not None, "batch: expected one with steps; pass cu_steps or steps to PackedBatch")
     signal = read(batch, entropy=entropy)
@@ -152,7 +155,7 @@ def ucas(
     advantages: torch.Tensor,
     confidence: torch.Tensor,
     logits: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     right: float = 0.25,
     wrong: float = 0.35,
@@ -180,6 +183,7 @@ def ucas(
     >>> ucas(torch.tensor([1.0, 1.0, -1.0]), torch.tensor([-1.0, 0.0, 1.0]), torch.zeros(3), batch)
     tensor([ 1.2840,  1.0000, -1.4191])
     """
+    batch = as_batch(batch)
     check_rows(batch, advantages=advantages, confidence=confidence)
     signal = read(batch, logits=logits)
     group = statistics(confidence, batch.group_ids, backend=backend)

@@ -12,7 +12,7 @@ import math
 import torch
 import torch.distributed
 
-from ..batch import PackedBatch
+from ..batch import PackedBatch, as_batch
 from ..checks import check
 from ..reference.terms import SATURATION
 from ..specs import Provenance
@@ -39,7 +39,7 @@ def check_bonus(alpha: float, kappa: float) -> None:
 def entropy_advantage(
     advantages: torch.Tensor,
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     alpha: float = 0.4,
     kappa: float = 2.0,
@@ -59,6 +59,7 @@ def entropy_advantage(
     >>> entropy_advantage(*given).advantage_addend
     tensor([0.0200, 0.2000, 0.5000])
     """
+    batch = as_batch(batch)
     check_bonus(alpha, kappa)
     signal = read(batch, entropy=entropy)
     most = advantages_of_tokens(advantages, batch, advantage_level).abs() / kappa
@@ -69,7 +70,7 @@ def entropy_advantage(
 @preset(Provenance.VERIFIED)
 def aepo_ruc(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     alpha: float = 0.2,
     least: float = -math.inf,
@@ -91,6 +92,7 @@ def aepo_ruc(
     >>> aepo_ruc(torch.tensor([0.2, 0.4, 0.9]), PackedBatch.from_lengths([3])).advantage_factor
     tensor([0.8336, 0.9445, 1.2219])
     """
+    batch = as_batch(batch)
     signal = read(batch, entropy=entropy)
     step = statistics_of(signal, state, backend).at()
     deviation = step.deviation(1)
@@ -103,7 +105,7 @@ def aepo_ruc(
 def covariance(
     logp: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     advantage_level: str | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -118,6 +120,7 @@ def covariance(
     >>> covariance(logp, advantages, PackedBatch.from_lengths([2, 2]))
     tensor([ 1.2000, -0.7000, -1.2000,  1.7000])
     """
+    batch = as_batch(batch)
     signal = read(batch, logp=logp)
     own = advantages_of_tokens(advantages, batch, advantage_level)
     members = signal.usable & torch.isfinite(own)
@@ -134,7 +137,7 @@ def entropy_change(
     old_logp: torch.Tensor,
     entropy: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     advantage_level: str | None = None,
 ) -> torch.Tensor:
@@ -145,6 +148,7 @@ def entropy_change(
     >>> entropy_change(logp, logp, entropy, torch.ones(1), PackedBatch.from_lengths([3]))
     tensor([ 0.0195,  0.0034, -0.0023])
     """
+    batch = as_batch(batch)
     signal = read(batch, logp=logp, old_logp=old_logp, entropy=entropy)
     own = signal.values.clamp(max=0)
     ratio = torch.exp((own - signal.also(old_logp)).clamp(-SATURATION, SATURATION))
@@ -155,7 +159,7 @@ def entropy_change(
 @preset(Provenance.VERIFIED)
 def steer(
     change: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     least: float = 0.8,
     floor: float = 0.02,
@@ -178,6 +182,7 @@ def steer(
     >>> steer(torch.tensor([0.019464, 0.003426, -0.002327]), PackedBatch.from_lengths([3])).weight
     tensor([0.8048, 0.9625, 0.9744])
     """
+    batch = as_batch(batch)
     check(0 < least <= 1, "least: expected a weight in (0, 1], got {}", least)
     check(floor > 0, "floor: expected a number > 0, got {}", floor)
     size = _sizes(change, batch)
@@ -188,7 +193,7 @@ def steer(
 @preset(Provenance.VERIFIED)
 def steer_linear(
     change: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     least: float = 0.8,
     most: float = 1.2,
@@ -203,6 +208,7 @@ def steer_linear(
     >>> steer_linear(torch.tensor([0.019464, 0.003426, -0.002327]), PackedBatch.from_lengths([3])).weight
     tensor([0.8000, 1.1743, 1.2000])
     """
+    batch = as_batch(batch)
     check(least <= most, "least: expected a weight <= {} (most), got {}", most, least)
     size = _sizes(change, batch)
     changes = statistics_of(size, state, backend).at()

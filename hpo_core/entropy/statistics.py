@@ -16,7 +16,7 @@ import torch.distributed
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch
+from ..batch import PackedBatch, as_batch
 from ..checks import check, check_device, check_ids, check_shape, check_units, keeps_doubles
 from ..distributed import spanned
 from ..segments import GroupStatistics, statistics
@@ -141,7 +141,7 @@ def fit_scopes(
 @preset(Provenance.VERIFIED, per_token=False)
 def fit_pivot(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     quantile: str | float = "0.8",
     *,
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -157,6 +157,7 @@ def fit_pivot(
     >>> [round(number.item(), 4) for number in state]
     [0.1, 0.5, 2.0, 1.2264]
     """
+    batch = as_batch(batch)
     signal = read(batch, entropy=entropy)
     clamped = torch.where(signal.usable, signal.values, torch.nan).clamp(min=1e-8).to(entropy.dtype)
     of_call = quantiles(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from ..arguments import check_compat, check_pair, examines
-from ..batch import PackedBatch, row_counts, spread_rows
+from ..batch import PackedBatch, as_batch, row_counts, spread_rows
 from ..checks import check, check_rows
 from ..segments import statistics
 from ..specs import OrderRule, Provenance
@@ -25,7 +25,7 @@ from .statistics import shared_by
 @preset(Provenance.VERIFIED)
 def archer(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     quantile: str | Fraction | float = "0.8",
     eps_knowledge: float = 0.2,
@@ -51,6 +51,7 @@ def archer(
     >>> archer(entropy, PackedBatch.from_lengths([5])).bounds[1]
     tensor([1.2000, 1.2000, 1.5000, 1.2000, 1.2000])
     """
+    batch = as_batch(batch)
     for name, epsilon in (("eps_knowledge", eps_knowledge), ("eps_reasoning", eps_reasoning)):
         check(epsilon >= 0, "{}: expected an epsilon >= 0, got {}", name, epsilon)
     signal = read(batch, entropy=entropy)
@@ -63,7 +64,11 @@ def archer(
 
 @preset(Provenance.VERIFIED)
 def siren_tokens(
-    entropy: torch.Tensor, batch: PackedBatch, *, quantile: str | Fraction | float = "0.8", backend: str | None = None
+    entropy: torch.Tensor,
+    batch: PackedBatch | torch.Tensor,
+    *,
+    quantile: str | Fraction | float = "0.8",
+    backend: str | None = None,
 ) -> torch.Tensor:
     """SIREN's peak tokens: entropies above the ``quantile`` of their response, ``[T]`` bool (arXiv 2509.25133), for
     :func:`siren`.
@@ -77,6 +82,7 @@ def siren_tokens(
     >>> siren_tokens(torch.tensor([0.1, 0.9, 0.5]), PackedBatch.from_lengths([3]))
     tensor([False,  True, False])
     """
+    batch = as_batch(batch)
     return _above(entropy, batch, quantile, True, backend)
 
 
@@ -105,7 +111,7 @@ def of_sorted_rows(given: Signal, batch: PackedBatch, index: torch.Tensor, backe
 def hicra_tokens(
     entropy: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     share: str | Fraction | float = "0.3",
     process_group: torch.distributed.ProcessGroup | None = None,
@@ -127,6 +133,7 @@ def hicra_tokens(
     >>> hicra_tokens(entropy, torch.tensor([1.0, 1.0]), PackedBatch.from_lengths([4, 1]))
     tensor([False,  True, False, False, False])
     """
+    batch = as_batch(batch)
     check_rows(batch, advantages=advantages)
     below = 1 - exact_fraction("share", share)
     signal = read(batch, entropy=entropy)
@@ -147,7 +154,7 @@ def hicra_tokens(
 def d3s_tokens(
     entropy: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     share: str | Fraction | float = "0.2",
     rows_mask: torch.Tensor | None = None,
@@ -178,6 +185,7 @@ def d3s_tokens(
     >>> d3s_tokens(entropy, advantages, PackedBatch.from_lengths([2, 1]), share="0.5").mask
     tensor([ True,  True, False])
     """
+    batch = as_batch(batch)
     share = exact_fraction("share", share)
     signal = read(batch, entropy=entropy)
     kept = signal.usable

@@ -6,7 +6,7 @@ import torch
 
 from ..advantages.terms import as_advantages, known
 from ..arguments import constant
-from ..batch import PackedBatch, place_in_row, row_counts, spread_rows
+from ..batch import PackedBatch, as_batch, place_in_row, row_counts, spread_rows
 from ..checks import check_rows
 from ..segments import dense_ids, statistics
 from ..specs import Provenance
@@ -20,7 +20,7 @@ _LEAST = 1e-8  # of an entropy whose inverse is taken
 def gtpo(
     is_correct: torch.Tensor,
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     alpha: tuple[float, float] = (1.0, 0.1),
     normalised: bool = True,
@@ -49,6 +49,7 @@ def gtpo(
     >>> gtpo(torch.tensor([True, True]), entropy, batch, normalised=False)
     tensor([1.0500, 1.1500, 1.1500, 1.0500])
     """
+    batch = as_batch(batch)
     check_rows(batch, is_correct=is_correct)
     signal = read(batch, entropy=entropy)
     outcome = spread_rows(outcomes(is_correct, batch), batch, -1)
@@ -63,7 +64,7 @@ def gtpo(
 def grpo_s(
     is_correct: torch.Tensor,
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     alpha: tuple[float, float] = (1.0, 0.1),
     normalised: bool = True,
@@ -86,6 +87,7 @@ def grpo_s(
     >>> grpo_s(torch.tensor([False, False]), torch.tensor([0.3, 1.0]), batch, normalised=False)
     tensor([-1.1538, -1.0462])
     """
+    batch = as_batch(batch)
     check_rows(batch, is_correct=is_correct)
     signal, row = read(batch, entropy=entropy), batch.row_of_token()
     outcome = outcomes(is_correct, batch)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..arguments import examines
-from ..batch import PackedBatch, valid_tokens
+from ..batch import PackedBatch, as_batch, valid_tokens
 from ..checks import check
 from ..distributed import gather, sum_in_order
 from .inputs import check_policies, of_tokens, per_token
@@ -36,7 +36,7 @@ def bapo_bounds(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     target: float = 1.0,
     low: tuple[float, float] = (0.6, 0.8),
@@ -69,6 +69,7 @@ def bapo_bounds(
     >>> low, high
     (tensor([0.8000, 0.8000]), tensor([1.7000, 1.7000]))
     """
+    batch = as_batch(batch)
     check(0 <= target < math.inf, "target: expected a ratio >= 0, got {}", target)
     check(0 <= low[0] <= low[1] <= 1, "low: expected two ascending ratios in [0, 1], got {}", low)
     check(1 <= high[0] <= high[1] < math.inf, "high: expected two ascending ratios >= 1, got {}", high)

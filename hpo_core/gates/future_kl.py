@@ -8,7 +8,7 @@ import torch
 
 from .. import ops
 from ..arguments import examines
-from ..batch import PackedBatch, row_counts, spread_rows, valid_tokens
+from ..batch import PackedBatch, as_batch, row_counts, spread_rows, valid_tokens
 from ..checks import check
 from .inputs import check_policies, of_tokens, per_token
 from .ratio_gate import GateInputs, RatioGate
@@ -43,7 +43,7 @@ def fipo_weight(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     half_life: float = 32.0,
     eps_low: float = 0.0,
@@ -81,6 +81,7 @@ def fipo_weight(
     >>> fipo_weight(old_logp, logp, torch.tensor([1.0]), PackedBatch.from_lengths([4]), half_life=1.0).token_weight
     tensor([1.0000, 1.0000, 1.0000, 1.2000])
     """
+    batch = as_batch(batch)
     for name, value in (("half_life", half_life), ("ratio_unsafe", ratio_unsafe)):
         check(value > 0, "{}: expected a number above 0, got {}", name, value)
     check(ratio_dual >= 1, "ratio_dual: expected a factor >= 1, got {}", ratio_dual)

@@ -9,7 +9,17 @@ import torch
 
 from .. import ops
 from ..arguments import examines, parameter_names
-from ..batch import PackedBatch, alone_without, renumber, row_counts, row_sums, spread_rows, takes_padded, valid_tokens
+from ..batch import (
+    PackedBatch,
+    alone_without,
+    as_batch,
+    renumber,
+    row_counts,
+    row_sums,
+    spread_rows,
+    takes_padded,
+    valid_tokens,
+)
 from ..checks import check, check_precise, check_tokens
 from ..specs import GroupStatistics
 
@@ -21,7 +31,7 @@ def _of_tokens(function: Method) -> Method:
 
 
 @_of_tokens
-def gepo_old_logp(old_logp: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+def gepo_old_logp(old_logp: torch.Tensor, batch: PackedBatch | torch.Tensor) -> torch.Tensor:
     """``old_logp`` ``[T]`` for GEPO, group expectation policy optimisation: at each token ``log E``, E the sampler's
     expected probability of a response to the prompt (arXiv 2508.17850).
 
@@ -44,6 +54,7 @@ def gepo_old_logp(old_logp: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     >>> gepo_old_logp(torch.tensor([0.8, 0.2, 0.1]).log(), batch).exp()
     tensor([0.3400, 0.3400, 0.3400])
     """
+    batch = as_batch(batch)
     check_precise("old_logp", old_logp)
     check_tokens(batch, old_logp=old_logp)
     check(batch.group_ids is not None, "batch: GEPO compares a prompt's responses; pass group_ids [S] to PackedBatch")

@@ -1,7 +1,8 @@
 """The inputs of some gates beside the batch: bounds per token, masks, targets, each as ``gate_inputs=`` of the loss.
 
 These are constants of the differentiation, made once per optimiser step from whole batches, in plain PyTorch. Nothing
-here synchronises, and nothing is read at masked positions. With a padded batch, tensors ``[T]`` may be ``[B, L]``.
+here synchronises, and nothing is read at masked positions. With a padded batch, or its ``[B, L]`` mask in its
+place, tensors ``[T]`` may be ``[B, L]``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ import torch
 
 from .. import ops
 from ..arguments import check_compat, examines, parameter_names
-from ..batch import PackedBatch, alone_without, renumber, row_counts, row_sums, spread_rows, takes_padded, valid_tokens
+from ..batch import (
+    PackedBatch,
+    alone_without,
+    as_batch,
+    renumber,
+    row_counts,
+    row_sums,
+    spread_rows,
+    takes_padded,
+    valid_tokens,
+)
 from ..checks import check, check_dtype, check_precise, check_tokens, check_units
 from ..specs import GroupStatistics, OrderRule, TokenDraw
 from .draws import key_of_places
@@ -82,7 +93,7 @@ def dcpo_bounds(
 @of_tokens
 def hapo_bounds(
     entropy: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     eps_low: float = 0.2,
     eps_high: float = 0.2,
     alpha: float = 1.0,
@@ -109,6 +120,7 @@ def hapo_bounds(
     >>> low, high
     (tensor([0.6000, 0.6667, 0.7333, 0.8000, 0.8000]), tensor([1.2000, 1.2000, 1.2000, 1.2000, 1.4000]))
     """
+    batch = as_batch(batch)
     as_code = check_compat(compat)
     check_epsilons(eps_low, eps_high, finite=True)
     check(0 <= alpha < math.inf, "alpha: expected a finite number >= 0, got {}", alpha)
@@ -169,7 +181,7 @@ def clip_cov_mask(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     seed: int,
     share: float = 2e-4,
@@ -197,6 +209,7 @@ def clip_cov_mask(
     >>> clip_cov_mask(logp, logp, torch.tensor([2.0, -2.0]), batch, seed=1).token_mask.sum().item()
     3
     """
+    batch = as_batch(batch)
     check(low <= high, "low: expected low <= high, got {} and {}", low, high)
     check_epsilons(eps_low, eps_high)
     check_policies(batch, logp, old_logp)
@@ -210,7 +223,7 @@ def clip_cov_mask(
 def kl_cov_mask(
     logp: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     share: float = 2e-4,
     advantage_level: str | None = None,
@@ -227,6 +240,7 @@ def kl_cov_mask(
     >>> kl_cov_mask(torch.tensor([-0.1, -6.0, -0.1, -5.0]), torch.tensor([2.0, -2.0]), batch).penalty_mask
     tensor([ True, False, False, False])
     """
+    batch = as_batch(batch)
     check_policies(batch, logp)
     return GateInputs(penalty_mask=_greatest(logp, advantages, batch, advantage_level, share, TokenDraw()))
 
@@ -236,7 +250,7 @@ def rec_ring_mask(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     eps_near: tuple[float, float] = (0.2, 0.2),
     eps_far: tuple[float, float] = (0.6, 2.0),
     *,
@@ -253,6 +267,7 @@ def rec_ring_mask(
     >>> rec_ring_mask(ratio.log(), torch.zeros(5), torch.tensor([1.0]), PackedBatch.from_lengths([5])).token_mask
     tensor([ True, False,  True, False, False])
     """
+    batch = as_batch(batch)
     for name, pair in (("eps_near", eps_near), ("eps_far", eps_far)):
         check(0 <= pair[0] < 1 and pair[1] >= 0, "{}: expected epsilons (low < 1, high), got {}", name, pair)
     check_policies(batch, logp, old_logp)
@@ -269,7 +284,7 @@ def vaco_mask(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     delta: float,
     *,
     advantage_level: str | None = None,
@@ -295,6 +310,7 @@ def vaco_mask(
     >>> vaco_mask(ratio.log(), torch.zeros(5), torch.tensor([1.0, 1.0]), batch, delta=1.2).token_mask
     tensor([ True,  True, False,  True,  True])
     """
+    batch = as_batch(batch)
     check(0 <= delta < math.inf, "delta: expected a finite mean of |r - 1| >= 0, got {}", delta)
     check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)

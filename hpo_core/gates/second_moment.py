@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..arguments import examines
-from ..batch import PackedBatch, valid_tokens
+from ..batch import PackedBatch, as_batch, valid_tokens
 from ..checks import check
 from ..distributed import gather, place_of_own, running_sum
 from ..specs import Provenance
@@ -50,7 +50,7 @@ def m2po_clip(ratio_dual: float | None = None) -> RatioGate:
 def m2po_mask(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     threshold: float = 0.04,
     *,
     process_group: ProcessGroup | None = None,
@@ -66,6 +66,7 @@ def m2po_mask(
     >>> m2po_mask(torch.tensor([0.1, 0.9, -0.1]), torch.zeros(3), PackedBatch.from_lengths([3])).token_mask
     tensor([ True, False,  True])
     """
+    batch = as_batch(batch)
     check(threshold >= 0, "threshold: expected a mean square >= 0, got {}", threshold)
     check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
@@ -82,7 +83,7 @@ def m2po_bounds(
     logp: torch.Tensor,
     old_logp: torch.Tensor,
     advantages: torch.Tensor,
-    batch: PackedBatch,
+    batch: PackedBatch | torch.Tensor,
     *,
     budget: float = 0.04,
     advantage_level: str | None = None,
@@ -109,6 +110,7 @@ def m2po_bounds(
     >>> low, high
     (tensor([0.8187, 0.8187, 0.8187, 0.8187]), tensor([1.2214, 1.2214, 1.2214, 1.2214]))
     """
+    batch = as_batch(batch)
     check(0 <= budget < math.inf, "budget: expected a mean square >= 0, got {}", budget)
     check_policies(batch, logp, old_logp)
     advantage, x = per_token(advantages, batch, advantage_level), (logp.double() - old_logp.double()).detach()

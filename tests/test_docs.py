@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import hpo_core
+from hpo_core.integrations.prompt_advantages import _DIVIDING, ESTIMATORS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
@@ -41,6 +42,28 @@ def _imported(name: str) -> types.ModuleType | None:
         if missing.name not in _NEED_TRAINERS:
             raise
         return None
+
+
+def listed_in(page: str, before: str) -> list[str]:
+    """The names of the sentence that ``before`` ends at a colon."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    [sentence] = re.findall(rf"{re.escape(before)}: ([\w,\s]+?)\.\s", text)
+    return re.split(r",\s+", sentence)
+
+
+def test_pages_of_verl_list_what_is_registered() -> None:
+    module = ast.parse((ROOT / "hpo_core/integrations/verl.py").read_text())  # verl itself may be missing
+    [presets] = [node.value for node in module.body if ast.unparse(node).startswith("PRESETS = ")]
+    assert listed_in("verl", "Gates with the bounds of their papers, `hpo_<name>`") == list(eval(ast.unparse(presets)))
+    assert listed_in("verl_advantages", "are there as `algorithm.adv_estimator=hpo_<name>`") == list(ESTIMATORS)
+    refused = re.search(r"([\w,\s]+) and (\w+) refuse it", (ROOT / "docs/verl_advantages.md").read_text())
+    assert refused is not None
+    assert [*re.split(r",\s+", refused[1].strip()), refused[2]] == list(_DIVIDING)
+
+
+def test_the_table_of_heads_has_every_head() -> None:
+    page = (ROOT / "docs/gate_operator.md").read_text().partition("| head | Phi | for |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [head.name for head in hpo_core.gates.Head]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

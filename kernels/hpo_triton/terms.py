@@ -14,6 +14,7 @@ import triton.language as tl
 from ..specs import Head, Penalty, PolicyLossSpec, TermSpec
 from .math import SATURATION, clamp, exp, k3, k3_slope, log, scored
 
+LINEAR = tl.constexpr(int(Head.LINEAR))
 SCORE = tl.constexpr(int(Head.SCORE))
 LOG = tl.constexpr(int(Head.LOG))
 MIRROR = tl.constexpr(int(Head.MIRROR))
@@ -205,6 +206,8 @@ def _head_term(negative, number, z, x, a, kept, logp, target, HEAD: tl.constexpr
         some = left >= 0.0  # a rest of 0 adds nothing to the loss, but has a derivative
         loss = -(a * (1.0 + deviation.sign * tl.where(some, left, 0.0)))
         slope, direct = tl.where(some, -(a * deviation.sign), 0.0), tl.where(some, linear, 0.0)
+    else:
+        tl.static_assert(HEAD == LINEAR, "a head without a term")
     return HeadTerm(loss, slope, direct)
 
 

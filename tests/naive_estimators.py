@@ -463,6 +463,24 @@ def tpo(u):
     return out
 
 
+def lead(u, right):
+    out = z(u.reward, ids(u.group), u.mask)
+    for places in groups_of(ids(u.group), u.mask).values():
+        share = sum(right[places]) / len(places)
+        for place in places:
+            difficulty = share if out[place] > 0 else 1 - share
+            out[place] *= 0.4 + 1.1 / (1 + math.exp(10 * (difficulty - 0.75)))
+    return out
+
+
+def grpo_lead(u):
+    return lead(u, u.reward > 0)
+
+
+def grpo_lead_judged(u):
+    return lead(u, u.flag)
+
+
 def aspo_shaping(u):
     out = np.where(u.group < 0, 0.0, u.reward)
     for places in groups_of(ids(u.group)).values():

@@ -116,6 +116,7 @@ TABLES = {
     "unidoc_rl": lambda wrap, u: wrap(A.unidoc_rl)(
         u["rewards"], u["several"][0], u["several"][1], u["lengths"], u["flags"].float() / 2 + 0.25, u["groups"]
     ),
+    "grpo_lead": lambda wrap, u: wrap(A.grpo_lead)(u["rewards"], u["groups"], is_correct=u["flags"]),
     "icpo": lambda wrap, u: wrap(functools.partial(A.icpo, progress=0.5))(u["rewards"], u["groups"], u["flags"]),
     "craft_gui": lambda wrap, u: wrap(functools.partial(A.reconstructed.craft_gui, judge_weight=0.5))(
         u["rewards"], u["several"][0], u["groups"]

@@ -90,6 +90,7 @@ ADVANTAGES = {
     "flow_grpo": (1e-06,),
     "gigpo": (0.95, 1.0, 1e-06),
     "grpo": (1, 1e-06),
+    "grpo_lead": (0.4, 1.5, 0.75, 10.0, 1, 1e-06),
     "grpo_leave_one_out": (1e-06,),
     "grpo_passk": (1e-06,),
     "hbpo": (4096.0, 4.0, 0.000244140625, 1e-06),

@@ -221,6 +221,21 @@ def test_unlikeliness_is_the_authors_and_ties_share_their_ranks(backend):
     close(tied, [0.577350, 0.577350, -1.154701, 0, 0])  # both right ones are worth 3 / 4: k is 1 of n = 3
 
 
+def test_grpo_lead_is_the_authors(backend):
+    """Their compute_grpo_outcome_advantage, and their weight at a quarter, a half and nine tenths of right answers."""
+    t, b = on(backend)
+    r, ids = t(1.0, -1, -1, -1, 1.05, 0.95, -1, 0.5), t(0, 0, 0, 0, 1, 1, 1, 2)
+    found = [2.238955, -0.475, -0.475, -0.475, 0.723476, 0.622526, -1.711054, 0.241722]
+    close(A.grpo_lead(r, ids, singleton="raw", **b), found)
+    close(A.grpo_lead(r, ids, **b), [*found[:7], 0])
+    for right, of, weight in ((1, 4, 1.492638), (2, 4, 1.416556), (9, 10, 0.600668)):
+        rewards = t(*[1.0] * right, *[0.0] * (of - right))
+        close(A.grpo_lead(rewards, None, **b)[:1], [weight * A.grpo(rewards, None, **b)[0].item()])
+    # A judge of its own, and an answer without a reward: two of three are right.
+    judged = A.grpo_lead(t(3.0, 2, math.nan, 0), None, is_correct=t(True, False, True, True), eps=0.0, **b)
+    close(judged, [1.018436, 0.254609, 0, -1.618311])
+
+
 def test_treerl_is_the_authors(backend):
     """Their tree with use_state_value_reward and use_weighted_value, at nodes whose local advantage is not 0."""
     t, b = on(backend)

@@ -101,6 +101,50 @@ def adora(
     return torch.where(kept, advantages, damping * advantages)
 
 
+@estimator(Provenance.VERIFIED, tables=True)
+def grpo_lead(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    *,
+    is_correct: torch.Tensor | None = None,
+    least: float = 0.4,
+    most: float = 1.5,
+    midpoint: float = 0.75,
+    steepness: float = 10.0,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: str = "zero",
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """GRPO-LEAD: GRPO, where right answers to hard prompts and wrong answers to easy ones weigh most (arXiv 2504.09696;
+    its code). Returns ``[S]`` float32.
+
+    ``A w(rho)`` where GRPO's A is above 0, else ``A w(1 - rho)``; rho is the share of right responses in the group and
+    ``w(x) = least + (most - least) / (1 + exp(steepness (x - midpoint)))``.
+
+    Args:
+        is_correct: ``[S]`` bool. None: the responses with a reward above 0, as in the code.
+        least, most, midpoint, steepness: 0.4, 1.5, 0.75 and 10, the paper's and the code's.
+        singleton: of a group of one; ``"raw"`` keeps its reward, times its weight, as the authors' code does.
+
+    Traps: the advantages of a group do not sum to 0. The rewards are the caller's: in the paper and its code a wrong
+    answer has -1 and a right one ``exp(-alpha z)``, alpha .05 and z its length, standardised (ddof 1) among the right
+    ones of its prompt; without lengths rewards of 1 and -1 give the same weights.
+
+    >>> grpo_lead(torch.tensor([1.0, 0.0, 0.0, 0.0]), None)
+    tensor([ 2.2390, -0.4750, -0.4750, -0.4750])
+    """
+    check_units(rewards=rewards, group_ids=group_ids, is_correct=is_correct, mask=mask)
+    check_finite(least=least, most=most, midpoint=midpoint, steepness=steepness)
+    right = (rewards > 0 if is_correct is None else is_correct).to(rewards.dtype)
+    share = statistics(right, group_ids, mask=scorable(rewards, mask), backend=backend).mean
+    advantages = grpo(rewards, group_ids, mask=mask, ddof=ddof, eps=eps, singleton=singleton, backend=backend)
+    difficulty = torch.where(advantages > 0, share, 1 - share)
+    weight = least + (most - least) * torch.sigmoid(steepness * (midpoint - difficulty))
+    return as_advantages(torch.where(advantages == 0, 0.0, advantages * weight), rewards, backend)
+
+
 @estimator(Provenance.PAPER, tables=True)
 def aspo_shaping(
     advantages: torch.Tensor,

@@ -15,12 +15,13 @@ from ..segments import scan
 
 # Estimators that need no more than is given here: outcomes or token rewards, the mask, and the prompt of each response.
 ESTIMATORS = (
-    *("a_star", "asymre", "bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_leave_one_out", "grpo_passk"),
-    *("lite_ppo", "maxrl", "mc_grpo", "ngrpo", "opo", "qae", "reinforce_pp", "reinforce_pp_baseline", "rloo"),
+    *("a_star", "asymre", "bnpo", "dgpo", "dr_grpo", "g2rpo", "gpg", "grpo", "grpo_lead"),
+    *("grpo_leave_one_out", "grpo_passk", "lite_ppo", "maxrl", "mc_grpo", "ngrpo", "opo", "qae", "reinforce_pp"),
+    *("reinforce_pp_baseline", "rloo"),
 )
 
 # The estimators that divide by a deviation and have no form without.
-_DIVIDING = ("dgpo", "grpo", "grpo_leave_one_out", "lite_ppo", "mc_grpo", "ngrpo", "qae")
+_DIVIDING = ("dgpo", "grpo", "grpo_lead", "grpo_leave_one_out", "lite_ppo", "mc_grpo", "ngrpo", "qae")
 
 
 def check_prompt_estimator(estimator: Callable[..., torch.Tensor], trainer: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from difflib import SequenceMatcher
 from numbers import Integral
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from .checks import (
 from .distributed import common_ids, merged, ranks
 from .specs import GroupStatistics
 
-__all__ = ["Chains", "GroupStatistics", "chains", "dense_ids", "ids_of", "recurrence", "statistics"]
+__all__ = ["Chains", "GroupStatistics", "chains", "dense_ids", "ids_of", "recurrence", "similar_ids_of", "statistics"]
 
 
 @examines
@@ -135,6 +136,62 @@ def _id_of(name: str | bytes | int) -> int:
     require_type(isinstance(name, Integral), message, name)  # NumPy's, too
     check(-(2**63) <= name < 2**63, "names: expected integers of 64 bits with a sign, got {}; pass str(name)", name)
     return int(name)
+
+
+def similar_ids_of(
+    texts: Iterable[str],
+    threshold: float = 0.95,
+    *,
+    prompts: Iterable[str | bytes | int] | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Ids ``[U]`` int64 of texts, equal where texts are similar: anchors of GiGPO for observations that never recur
+    word for word (arXiv 2505.10978; verl-agent's code).
+
+    One text after the other joins the first cluster of its prompt whose first text is similar, or begins one. Similar:
+    ``difflib.SequenceMatcher(None, text, first).ratio() >= threshold``, twice the matching characters over those of
+    both texts. The id is that of :func:`ids_of` of the cluster's first text.
+
+    Args:
+        threshold: above 0 and up to 1; .95 as in the code's function, whose recipes take .9.
+        prompts: the prompt of each text, within which texts are compared. None: all texts are of one.
+        device: that of the ids.
+
+    Traps: the order of texts decides, because only the first text of a cluster is compared with others. The time is
+    that of Python on the host, for each different text the number of clusters times the length of texts.
+
+    >>> door, closed, hall = similar_ids_of(["The door is open.", "The door is open!", "A hall."], 0.9)
+    >>> bool(door == closed), bool(door == hall)
+    (True, False)
+    """
+    check(0 < threshold <= 1, "threshold: expected a ratio in (0, 1], got {}", threshold)
+    require_type(
+        isinstance(texts, Iterable) and not isinstance(texts, str | bytes | torch.Tensor),
+        "texts: expected several strings, got {!r}; pass a list",
+        texts,
+    )
+    texts = list(texts)
+    for text in texts:
+        require_type(isinstance(text, str), "texts: expected strings, got {!r}; ids_of takes other names", text)
+    named = [0] * len(texts) if prompts is None else ids_of(prompts).tolist()
+    check(len(named) == len(texts), "prompts: expected {} names (one per text), got {}", len(texts), len(named))
+    clusters: dict[int, dict[str, SequenceMatcher[str]]] = {}
+    found: dict[tuple[int, str], str] = {}
+    for prompt, text in zip(named, texts, strict=True):
+        if (prompt, text) not in found:  # another text like it would compare the same
+            found[prompt, text] = _first_similar(text, clusters.setdefault(prompt, {}), threshold)
+    return ids_of([found[key] for key in zip(named, texts, strict=True)], device)
+
+
+def _first_similar(text: str, clusters: dict[str, SequenceMatcher[str]], threshold: float) -> str:
+    """The first text of the cluster that a text joins. A matcher prepares its second sequence once."""
+    for first, matcher in clusters.items():
+        matcher.set_seq1(text)
+        # The first two are bounds of the third from above, which takes far longer.
+        if all(ratio() >= threshold for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)):
+            return first
+    clusters[text] = SequenceMatcher(None, "", text)
+    return text
 
 
 def dense_ids(*keys: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ import importlib
 import itertools
 import math
 import sys
+from difflib import SequenceMatcher
 
 import hypothesis
 import numpy
@@ -364,3 +365,55 @@ def test_ids_of_names():
         hpo.segments.ids_of([2**64 - 1])
     with pytest.raises(TypeError, match="names: expected several names, got 'red'; pass a list"):
         hpo.segments.ids_of("red")
+
+
+def clusters_of(texts, prompts, threshold):
+    """The place of the first text of each text's cluster, as a loop that compares all."""
+    firsts, found = [], []
+    for place, text in enumerate(texts):
+        for first in firsts:
+            same = prompts is None or prompts[place] == prompts[first]
+            if same and SequenceMatcher(None, text, texts[first]).ratio() >= threshold:
+                found.append(first)
+                break
+        else:
+            firsts.append(place)
+            found.append(place)
+    return found
+
+
+@hypothesis.given(st.data())
+def test_similar_texts_have_the_ids_of_the_first_that_they_resemble(data):
+    observations = st.text("ab ", min_size=0, max_size=8) | st.sampled_from(["the door is open", "the door is shut"])
+    texts = data.draw(st.lists(observations, max_size=12))
+    prompts = data.draw(st.none() | st.lists(st.sampled_from("pq"), min_size=len(texts), max_size=len(texts)))
+    threshold = data.draw(st.sampled_from([0.3, 0.5, 0.75, 1.0]))
+    found = hpo.segments.similar_ids_of(texts, threshold, prompts=prompts)
+    firsts = [texts[first] for first in clusters_of(texts, prompts, threshold)]
+    assert torch.equal(found, hpo.segments.ids_of(firsts)) and found.dtype == torch.int64
+
+
+def test_similar_texts_by_hand():
+    """Two times nine matching characters of twenty are .9. The first two of three differ by two characters, each from
+    the third by one: whoever comes first decides."""
+    several = ["abcdefghij", "abcdefghXY", "abcdefghiY"]
+    ids = [hpo.segments.ids_of([text]).item() for text in several]
+    similar = hpo.segments.similar_ids_of
+    assert similar(several, 0.9).tolist() == [ids[0], ids[1], ids[0]]
+    assert similar(several[::-1], 0.9).tolist() == [ids[2]] * 3
+    assert similar(several).tolist() == ids  # .95
+    assert similar([several[0], several[2]], 0.9, prompts=["p", "q"]).tolist() == [ids[0], ids[2]]
+    assert similar(iter(several), 0.9, prompts=(each for each in (7, 7, 7))).tolist() == [ids[0], ids[1], ids[0]]
+    assert similar([]).shape == (0,)
+    for call, message in (
+        (lambda: similar("red"), "texts: expected several strings, got 'red'; pass a list"),
+        (lambda: similar([b"red"]), "texts: expected strings, got b'red'; ids_of takes other names"),
+        (lambda: similar(["red"], prompts=torch.zeros(1).long()), "names: expected several names, got tensor"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    for threshold in (0.0, 1.5, math.nan):
+        with pytest.raises(ValueError, match=r"^threshold: expected a (ratio|number)"):
+            similar(several, threshold)
+    with pytest.raises(ValueError, match=r"^prompts: expected 3 names \(one per text\), got 1"):
+        similar(several, prompts=["p"])

@@ -58,7 +58,9 @@ def gigpo(
     The other arguments, all ``[N]``, are described in :mod:`hpo_core.advantages`; ``batch.ids_of_steps()`` makes the
     ids of prompts and trajectories.
 
-    A step whose observation is unique has A_step 0: with all observations distinct this is GRPO, as with w = 0.
+    A step whose observation is unique has A_step 0: with all observations distinct this is GRPO, as with w = 0. Of
+    texts that only nearly recur :func:`hpo_core.segments.similar_ids_of` makes the anchors, as verl-agent's
+    ``enable_similarity`` does.
 
     >>> rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0])
     >>> prompt, trajectory = torch.zeros(5, dtype=torch.int64), torch.tensor([0, 0, 0, 1, 1])

@@ -138,6 +138,9 @@ CASES = {
     "tpo": lambda g: A.tpo(g.reward, g.group, 3 * precise(g.number), precise(g.length) / 4, temperature=0.7, **g.rest),
     "grpo_lead": lambda g: A.grpo_lead(g.reward, g.group, **g.rest),
     "grpo_lead_judged": lambda g: A.grpo_lead(g.reward, g.group, is_correct=g.flag, **g.rest),
+    "copo": lambda g: A.copo(
+        g.reward, g.group, g.trajectory, g.flag, g.number, variants=2, sharpness=3.0, **g.rest
+    ),
     "aspo_shaping": lambda g: A.aspo_shaping(g.reward, g.group, g.number, g.length, g.flag, backend=g.backend),
     "spo_single_stream": lambda g: A.spo_single_stream(g.reward, g.number, **g.rest),
     "gae": lambda g: A.step_gae(
@@ -173,7 +176,7 @@ CASES = {
 COMPOSED = (
     *("sgrpo_reward_sum", "sgrpo_hierarchical_sum", "treepo_segments", "rose_length_penalty", "grpo_passk", "hila"),
     *("tool_star", "thor", "hi_agent", "a2fm_apo", "sgrpo_credits", "unidoc_rl", "icpo", "datarus", "craft_gui"),
-    *("tree_grpo", "grpo_leave_one_out", "unlikeliness", "treerl_code", "tpo", "grpo_lead", "grpo_lead_judged"),
+    *("tree_grpo", "grpo_leave_one_out", "unlikeliness", "treerl_code", "tpo", "grpo_lead", "grpo_lead_judged", "copo"),
 )
 
 # Cases that together start every kernel of Triton with every structure that any case starts it with.

@@ -481,6 +481,23 @@ def grpo_lead_judged(u):
     return lead(u, u.flag)
 
 
+def copo(u):
+    member = u.mask & (u.group >= 0)
+    played = member & u.flag
+    own = z(np.where(u.flag, u.reward, 0.0), ids(u.group), played)
+    out = np.where(played, own, 0.0)
+    for places in groups_of(ids(u.trajectory), member).values():
+        originals = [place for place in places if u.flag[place]]
+        confidence = np.clip(u.number[places], 1e-6, 1)
+        spread = confidence.max() - confidence.min()
+        weight = np.exp(3 * (confidence - confidence.min()) / spread) if spread > 1e-6 else np.ones(len(places))
+        weight = weight / weight.mean() if len(places) == 2 else np.ones(len(places))
+        for place, factor in zip(places, weight, strict=True):
+            copied = np.mean(own[originals]) if originals else 0.0
+            out[place] = factor * (own[place] if u.flag[place] else copied)
+    return out
+
+
 def aspo_shaping(u):
     out = np.where(u.group < 0, 0.0, u.reward)
     for places in groups_of(ids(u.group)).values():

@@ -116,6 +116,9 @@ TABLES = {
     "unidoc_rl": lambda wrap, u: wrap(A.unidoc_rl)(
         u["rewards"], u["several"][0], u["several"][1], u["lengths"], u["flags"].float() / 2 + 0.25, u["groups"]
     ),
+    "copo": lambda wrap, u: wrap(functools.partial(A.copo, variants=2))(
+        u["rewards"], u["groups"], u["local"], u["flags"], u["several"][0].sigmoid()
+    ),
     "grpo_lead": lambda wrap, u: wrap(A.grpo_lead)(u["rewards"], u["groups"], is_correct=u["flags"]),
     "icpo": lambda wrap, u: wrap(functools.partial(A.icpo, progress=0.5))(u["rewards"], u["groups"], u["flags"]),
     "craft_gui": lambda wrap, u: wrap(functools.partial(A.reconstructed.craft_gui, judge_weight=0.5))(

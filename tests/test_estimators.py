@@ -232,6 +232,8 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: A.unidoc_rl(*[rewards] * 5, None, answer_weight=math.inf), r"^answer_weight: .* got inf"),
         (lambda: A.mars2(rewards, ids[0] - 1, ids[0], shaping=math.inf), r"^shaping: .* got inf"),
         (lambda: A.adora(rewards, None, rewards, rewards > 0, damping=math.inf), r"^damping: .* got inf"),
+        (lambda: A.copo(rewards, None, ids[0], rewards > 0, rewards, variants=0), r"^variants: .* at least 1, got 0"),
+        (lambda: A.copo(rewards, None, ids[0], rewards > 0, rewards, sharpness=-1), r"^sharpness: .* >= 0, got -1"),
         (lambda: A.grpo_lead(rewards, None, steepness=math.inf), r"^steepness: expected a finite number, got inf"),
         (lambda: A.rae(rewards, ids[0], rewards, decay=1.5), r"^decay: expected a number in \[0, 1\], got 1.5"),
         (lambda: A.vapo(rewards, rewards, hpo.PackedBatch.from_lengths([2]), alpha=0), r"^alpha: .* above 0, got 0"),

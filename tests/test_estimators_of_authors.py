@@ -236,6 +236,31 @@ def test_grpo_lead_is_the_authors(backend):
     close(judged, [1.018436, 0.254609, 0, -1.618311])
 
 
+def test_copo_is_the_authors(backend):
+    """Their compute_copo_outcome_advantage: two sets of four, a step without variants, a set of another size."""
+    t, b = on(backend)
+    r, ids = t(1.0, 0, 0, 0, 0, -0.25, 9, 9, 0.5, 1, 0), t(0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1)
+    variants, confidences = (
+        t(5, 5, 5, 5, 7, 7, 7, 7, -1, 8, 8),
+        t(0.2, 0.4, 0.6, 0.8, 0.9, 0.1, 0.5, 0.5, 0.7, 0.3, 0.6),
+    )
+    original = t(*[True, False, False, False, False, True, False, False, True, True, False])
+    found = [0.262460, 0.511203, 0.995687, 1.939334, -2.265250, -0.306568, -0.833339, -0.833339, 0.132453]
+    close(A.copo(r, ids, variants, original, confidences, singleton="raw", **b), [*found, 0.999999, 0.999999])
+    close(A.copo(r, ids, variants, original, confidences, **b), [*found, 0, 0])
+    # Rewards of variants are not read; a set that lacks a confidence is one of three, a step without a reward is none.
+    r[2], confidences[3] = math.nan, math.nan
+    plain = A.grpo(r[original], ids[original], **b).tolist()
+    close(A.copo(r, ids, variants, original, confidences, **b)[:5], [plain[0]] * 3 + [0, found[4]])
+    r[5] = math.nan
+    close(A.copo(r, ids, variants, original, confidences, **b)[:9], [0.707105] * 3 + [0] * 5 + [-0.707105], 2e-6)
+    # Confidences are clamped, and those that agree weigh alike.
+    clamped = A.copo(r[:4], None, variants[:4], original[:4], t(-2.0, 0, 1, 3), singleton="raw", eps=0.0, **b)
+    close(clamped, [2 / (1 + math.exp(2))] * 2 + [2 / (1 + math.exp(-2))] * 2)
+    alike = A.copo(r[:4], None, variants[:4], original[:4], t(0.5, 0.5, 0.5, 0.5), singleton="raw", eps=0.0, **b)
+    close(alike, [1, 1, 1, 1])
+
+
 def test_treerl_is_the_authors(backend):
     """Their tree with use_state_value_reward and use_weighted_value, at nodes whose local advantage is not 0."""
     t, b = on(backend)

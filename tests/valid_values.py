@@ -56,16 +56,16 @@ _ALIKE = {
         "values predictions second_critic low_values high_values switch_values parent_values answer_values "
         "root_values deviations drift reference weights gains second_values credits future_values "
         "model_rewards rule_rewards judged_rewards search selection perception form "
-        "likelihoods sequence_logp old_sequence_logp"
+        "likelihoods confidences sequence_logp old_sequence_logp"
     ),
     "lengths": "lengths turns budgets multiplicity",
     "group_ids": "group_ids supergroup_ids ids stratum_ids agent_ids blueprint_ids graph_ids tree_ids prefix_ids",
-    "trajectory_ids": "trajectory_ids",
+    "trajectory_ids": "trajectory_ids variant_ids",
     "anchor_ids": "anchor_ids edge_ids",
     "positions": "positions",
     "mask": "mask apply_mask",
     "is_correct": "is_correct is_planner is_macro is_shaped switches is_step is_instant is_deferred is_created "
-    "is_formatted is_multi_tool is_changed is_steered is_local",
+    "is_formatted is_multi_tool is_changed is_steered is_local is_original",
 }
 BY_NAME = {name: U[like] for like, names in _ALIKE.items() for name in names.split()}
 

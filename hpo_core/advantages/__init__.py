@@ -71,7 +71,7 @@ from .remembered import (
 )
 from .returns import discounted_returns
 from .selection import d3s_samples, pf_ppo, swarm_samples
-from .shaping import adora, aspo_shaping, grpo_lead, icpo, negative_sample, positive_sample, real, tpo
+from .shaping import adora, aspo_shaping, copo, grpo_lead, icpo, negative_sample, positive_sample, real, tpo
 from .supergroups import sgrpo, sgrpo_hierarchical_sum, sgrpo_reward_sum
 from .terms import Term, combine, estimator
 from .tokens import hicra, iw_opd, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae, vapo
@@ -101,6 +101,7 @@ __all__ = [
     "asymre",
     "bnpo",
     "combine",
+    "copo",
     "d3s_samples",
     "dcpo",
     "de_grpo",

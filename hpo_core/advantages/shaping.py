@@ -1,4 +1,4 @@
-"""Estimators that shape the advantages of others by sign, length or position."""
+"""Estimators that shape the advantages of others by sign, length, position, difficulty or confidence."""
 
 from __future__ import annotations
 
@@ -143,6 +143,68 @@ def grpo_lead(
     difficulty = torch.where(advantages > 0, share, 1 - share)
     weight = least + (most - least) * torch.sigmoid(steepness * (midpoint - difficulty))
     return as_advantages(torch.where(advantages == 0, 0.0, advantages * weight), rewards, backend)
+
+
+@estimator(Provenance.VERIFIED, tables=True)
+def copo(
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    variant_ids: torch.Tensor,
+    is_original: torch.Tensor,
+    confidences: torch.Tensor,
+    *,
+    variants: int = 4,
+    sharpness: float = 2.0,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    singleton: str = "zero",
+    mask: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """CoPO (CogRouter): GRPO of the steps that were played, for each of them and for its variants with more or less
+    thought before the same action, more where the action is likely (arXiv 2602.12662; its code). Returns ``[S]``
+    float32.
+
+    ``A e^(sharpness p) / mean e^(sharpness p)``, A GRPO's of the original among the originals of the prompt, the mean
+    that of the variants of one step, and ``p = (c - least) / (greatest - least)`` their confidences c, clamped to
+    [1e-6, 1], between the least and the greatest. The mean of the factor over the variants is 1.
+
+    Args:
+        rewards: ``[S]``, of originals; those of others are not read.
+        variant_ids: ``[S]`` integers, one for an original and its variants; negative: an original without variants.
+        is_original: ``[S]`` bool, the steps that were played.
+        confidences: ``[S]``, in the code the geometric mean of the probabilities of the action's tokens after each
+            variant's thought. A unit without a finite one is in no statistic and gets 0.
+        variants: with the original, 4 levels of thought. The factor is 1 in a set of another size, as in the code.
+        sharpness: 2, the code's.
+        singleton: of an original alone in its prompt; ``"raw"`` keeps its reward, as the authors' code does.
+
+    Traps: every original counts in the mean and deviation of its prompt, so that long trajectories weigh more. Where
+    confidences are at most 1e-6 apart the factor is 1. In the code rewards of originals that are less than 1e-6 apart
+    count as equal, and a schedule of the factor and a bonus for rare levels are switched off.
+
+    >>> ids, original = torch.tensor([0, 0, 0, 0, 1]), torch.tensor([True, False, False, False, True])
+    >>> copo(torch.tensor([1.0, 0, 0, 0, 0]), None, ids, original, torch.tensor([0.2, 0.4, 0.6, 0.8, 0.5]))
+    tensor([ 0.2002,  0.3899,  0.7594,  1.4790, -0.7071])
+    """
+    check_units(
+        rewards=rewards, group_ids=group_ids, variant_ids=variant_ids, is_original=is_original,
+        confidences=confidences, mask=mask,
+    )  # fmt: skip
+    check(variants >= 1, "variants: expected a count of at least 1, got {}", variants)
+    check(0 <= sharpness < math.inf, "sharpness: expected a finite number >= 0, got {}", sharpness)
+    member = grouped(scorable(confidences, mask) & (torch.isfinite(rewards) | ~is_original), group_ids)
+    played = member & is_original
+    own = grpo(rewards, group_ids, ddof=ddof, eps=eps, singleton=singleton, mask=played, backend=backend)
+    of_original = statistics(own, variant_ids, mask=played, backend=backend).mean
+    advantages = torch.where(is_original, own.double(), of_original)
+    confidence = confidences.double().clamp(1e-6, 1)
+    alike = statistics(as_advantages(confidence, rewards, backend), variant_ids, mask=member, backend=backend)
+    spread = alike.greatest - alike.least
+    power = (sharpness * (confidence - alike.least) / spread).exp()
+    mean = statistics(torch.where(spread > 1e-6, power, 1.0), variant_ids, mask=member, backend=backend).mean
+    factor = torch.where((alike.members == variants) & (spread > 1e-6), power / mean, 1.0)
+    return as_advantages(torch.where(member & (advantages != 0), advantages * factor, 0.0), rewards, backend)
 
 
 @estimator(Provenance.PAPER, tables=True)

@@ -270,6 +270,7 @@ def _inputs() -> Iterator[Call]:
     yield _call(gates.dcpo_bounds, "old_logp", old_logp=T["old_logp"])
     yield _call(gates.hapo_bounds, entropy=T["entropy"], batch=batch())
     yield _call(gates.gepo_old_logp, old_logp=T["old_logp"], batch=batch())
+    yield _call(gates.gbpo_onerec_old_logp, **of_loss, advantages=S["advantages"], advantage_level="row")
     yield _call(gates.chord_weight, "logp", logp=T["logp"])
     yield _call(gates.icpo_weight, "logp", logp=T["logp"])
     yield _call(gates.ink_grpo_coefficient, step=3)

@@ -9,6 +9,7 @@ Common arguments:
 from ..specs import Action, Aggregate, Head, Penalty, Provenance, Reduction, Routing, Statistic, Unit
 from . import reconstructed
 from .balanced import bapo, bapo_bounds
+from .bounded_gradient import gbpo_onerec_old_logp
 from .corrected import compose, decoupled, dppo_kl, dppo_tv, hispo, icepop, mis, opsm, tis
 from .experts import icpo_weight, ink_grpo_coefficient
 from .future_kl import fipo, fipo_weight
@@ -96,6 +97,7 @@ __all__ = [
     "fipo",
     "fipo_weight",
     "gbpo",
+    "gbpo_onerec_old_logp",
     "gbpo_target",
     "gepo_old_logp",
     "gmpo",

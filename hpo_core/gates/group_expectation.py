@@ -26,11 +26,12 @@ from ..specs import GroupStatistics
 Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
 
 
-def _of_tokens(function: Method) -> Method:
+def of_logps(function: Method) -> Method:
+    """The function, which then takes log-probabilities ``[B, L]`` with a padded batch, too, and returns such."""
     return takes_padded(examines(function), parameter_names(function))
 
 
-@_of_tokens
+@of_logps
 def gepo_old_logp(old_logp: torch.Tensor, batch: PackedBatch | torch.Tensor) -> torch.Tensor:
     """``old_logp`` ``[T]`` for GEPO, group expectation policy optimisation: at each token ``log E``, E the sampler's
     expected probability of a response to the prompt (arXiv 2508.17850).

@@ -56,7 +56,8 @@ def gbpo() -> RatioGate:
     ``gate_inputs=gbpo_target(rewards, group_ids)`` (arXiv 2604.18578).
 
     Traps: the target follows the median and A the mean, so they may disagree in sign; such a token is pulled away from
-    PPO's direction. OneRec-V2's "GBPO" (arXiv 2508.20900) is another method.
+    PPO's direction. OneRec-V2's "GBPO" (arXiv 2508.20900) is another method,
+    :func:`gbpo_onerec_old_logp`.
 
     >>> gbpo().takes_target
     True

@@ -1,12 +1,15 @@
 """Estimators of advantages: worked numbers."""
 
+import itertools
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from by_hand import close, on
 
+import hpo_core as hpo
 from hpo_core import advantages
 from hpo_core.advantages import reconstructed
 
@@ -300,3 +303,73 @@ def test_bnpo_of_means_that_differ_a_little(backend):
     t, b = on(backend)
     found = A.bnpo(t(0.0, 1.0, 0.00004, 1.0), t(0, 0, 1, 1), **b)
     assert float(found.abs().max()) < 0.01
+
+
+def z_scores(values, eps, ddof=1):
+    values = np.array(values, dtype=float)
+    return (values - values.mean()) / (values.std(ddof=ddof) + eps)
+
+
+def test_rewards_that_are_changed_before_they_are_compared(backend):
+    """The calls of docs/compositions.md: DRA-GRPO, TIC-GRPO, EM-RL, CAPO, XRPO."""
+    t, b = on(backend)
+    rewards, texts, lengths = t(1.0, 1, 0, 1), t([1.0, 0], [0.8, 0.6], [0, 1], [0.6, 0.8]), t(4.0, 2, 8, 5)
+    s = (texts @ texts.T).sum(1) - 1  # cosines of texts of length 1, without that of itself
+    close(s, [1.4, 2.36, 1.4, 2.36])
+    found = A.grpo(rewards / (1 + s), None, eps=1e-4, **b)
+    close(found, z_scores([1 / 2.4, 1 / 3.36, 0, 1 / 3.36], 1e-4))
+    close(A.grpo(rewards / lengths, None, eps=1e-8, **b), z_scores([1 / 4, 1 / 2, 0, 1 / 5], 1e-8))
+    likelihood = t(-0.2, -0.9, -0.1, -0.4)
+    plain, mean = A.grpo(rewards, None, **b), hpo.segments.statistics(likelihood, None, **b).mean
+    gain = (0.8 * (1 - (likelihood - mean).exp())).clamp(min=0).minimum(0.5 * plain)
+    novelty = 0.8 * (1 - np.exp(np.array([-0.2, -0.9, -0.1, -0.4]) + 0.4))
+    expected = z_scores([1, 1, 0, 1], 1e-6)
+    right = np.minimum(np.maximum(novelty, 0), 0.5 * expected)
+    assert right[0] == 0 < right[1] == 0.5 * expected[1]  # likely; bounded
+    close(plain + torch.where(rewards > 0, gain, 0.0), expected + right * [1, 1, 0, 1])
+    close(plain.clamp(min=0), np.maximum(expected, 0))
+    batch = hpo.PackedBatch.from_lengths([2, 1, 3], mask=t(True, True, True, True, False, True))
+    entropy = t(0.5, 0.25, 1.0, 0.125, math.nan, 0.5)
+    certain = -hpo.entropy.segment_aggregate(entropy, batch, "row", aggregate="sum", expand=False, **b)
+    close(certain, [-0.75, -1, -0.625])
+    close(A.rloo(certain, None, **b), [0.0625, -0.3125, 0.25])
+
+
+def test_groups_that_are_subsets_of_a_prompt(backend):
+    """MS-GRPO, in the call of docs/compositions.md, over all pairs and all triples of five answers."""
+    t, b = on(backend)
+    values = (1.0, 0.0, 0.25, 1.0, 0.5)
+    rewards, found, expected = t(*values), t(*[0.0] * 5), np.zeros(5)
+    for size in (2, 3):
+        subsets = torch.combinations(torch.arange(5), size).to(rewards.device)
+        units, ids = subsets.flatten(), torch.arange(len(subsets), device=rewards.device).repeat_interleave(size)
+        of_pairs = A.grpo(rewards[units], ids, ddof=0, eps=1e-8, **b)
+        found += found.new_zeros(5).index_add(0, units, of_pairs) / units.bincount() / 2
+        for unit in range(5):
+            own = [subset for subset in itertools.combinations(range(5), size) if unit in subset]
+            scores = [z_scores([values[at] for at in subset], 1e-8, 0)[subset.index(unit)] for subset in own]
+            expected[unit] += np.mean(scores) / 2
+    close(found, expected)
+
+
+def test_the_switch_of_hiper_as_its_paper_has_it(backend):
+    """(q - p) (V_high - V_low), V_low of the state under the former sub-goal, in the call of docs/compositions.md."""
+    t, b = on(backend)
+    switches, p, high, low = t(True, False, True), t(0.25, 0.5, 0.75), t(0.5, 0.25, 1.0), t(0.25, 0.5, 1.5)
+    advantages = (switches.float() - p) * (high - low)
+    close(advantages, [0.1875, 0.125, -0.125])
+    batch = hpo.PackedBatch.from_lengths([2, 1]).to(advantages.device)
+    batch = batch.replace(steps=t([0, 1], [1, 2], [2, 3]))
+    logp = torch.full((3,), -1.0, device=advantages.device)
+    given = {"advantage_level": "step", "token_mask": t(True, True, False), **b}
+    out = hpo.policy_loss_and_grad(logp, None, advantages, batch, hpo.gates.reinforce(), **given)
+    close(out.grad, [-0.0625, -0.125 / 3, 0])
+
+
+def test_the_tokens_from_which_cure_resumes(backend):
+    """The k of greatest entropy of each answer, of those that may be taken."""
+    t, b = on(backend)
+    entropy, batch = t(9.0, 0.5, 2.0, 1.0, 9.0, 0.25), hpo.PackedBatch.from_lengths([4, 2]).to(t(0).device)
+    allowed = t(False, True, True, True, False, True)
+    found = hpo.entropy.top_k(torch.where(allowed, entropy, -1.0), batch, 2, **b) & allowed
+    assert found.tolist() == [False, False, True, True, False, True]

@@ -81,6 +81,49 @@ def test_prime_rl(theirs, gate):
     assert (without[batch.mask] == 0).any(), "nothing was dropped: the comparison says little"
 
 
+def prime_rl_of_2025(batch, logp, kl_tau):
+    """compute_loss at 5f47740dd with its defaults, by tokens; and which tokens each of its masks leaves out."""
+    x = (logp - batch.rollout).detach()
+    mean = masked(x, batch.mask).sum(1, keepdim=True) / batch.mask.sum(1, keepdim=True)
+    greatest = x.masked_fill(~batch.mask, -math.inf).amax(1, keepdim=True)
+    off = ((x < math.log(0.125)) | (x > math.log(8)), mean.abs() > math.log(10), greatest > math.log(100))
+    kept = ~(off[0] | off[1] | off[2])
+    coefficient = x.exp() * (batch.advantages - kl_tau * x)
+    return masked(-coefficient * logp * kept, batch.mask).sum() / batch.mask.sum(), off
+
+
+def within(low, high, **segment):
+    """A mask of the ratio to the sampler, as docs/compositions.md has it."""
+    bounds = {"low": (math.log(low),) * 2, "high": (math.log(high),) * 2}
+    return gates.Correction(gates.Action.MASK, channel=gates.Channel.TOTAL, **bounds, **segment)
+
+
+def test_prime_rl_of_2025_is_put_together(native_backends):
+    """Ratios of 90, which is left out alone, of 200, with its row, and a row whose mean leaves it out."""
+    batch = Batch(width=0.3)
+    batch.rollout[0, 0] = batch.logp[0, 0] - math.log(90)
+    batch.rollout[1, 0] = batch.logp[1, 0] - math.log(200)
+    batch.rollout[2] = batch.logp[2] + 2
+    batch.rollout[2, 0] = batch.logp[2, 0] + 20
+    unit = gates.Unit.TRAJECTORY
+    gate = gates.compose(
+        gates.ppo_clip(1.0, math.inf), within(0.125, 8.0), within(0.1, 10.0, unit=unit),
+        within(1e-20, 100.0, unit=unit, reduction=gates.Reduction.MAX),
+    )  # fmt: skip
+    for kl_tau in (0.0, 0.1):
+        _, expected = gradient(lambda logp, tau=kl_tau: prime_rl_of_2025(batch, logp, tau)[0], batch.logp)
+        for backend in ("reference", *native_backends):
+            place = hpo.testing.device_of(backend)
+            logp, rollout, mask = (each.to(place) for each in (batch.logp, batch.poisoned(batch.rollout), batch.mask))
+            advantages = batch.advantages.to(place) - kl_tau * (logp - rollout)
+            found = hpo.policy_loss_and_grad(
+                logp, rollout, advantages, mask, gate, advantage_level="token", backend=backend
+            ).grad.cpu()
+            torch.testing.assert_close(found.float(), expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
+    alone, by_mean, by_greatest = ((batch.mask & off).any(1) for off in prime_rl_of_2025(batch, batch.logp, 0.0)[1])
+    assert alone[:3].all() and by_mean.nonzero().tolist() == [[2]] and by_greatest.nonzero().tolist() == [[1]]
+
+
 def test_prime_rl_with_another_gate():
     batch = Batch()
     equal(

@@ -407,6 +407,26 @@ def test_the_weight_of_an_expert_token():
     assert not weight.requires_grad
 
 
+def test_an_answer_with_one_token_of_great_divergence_is_left_out(native_backends):
+    """TRM, in the call of docs/compositions.md: e^d - 1 - d of 0.8 is 0.4255, of -1 0.3679, of 0.7 0.3138."""
+    discrepancy = torch.tensor([0.1, 0.8, 0.0, -1.0, 0.7, 0.7, 0.2])
+    old, logp = torch.full((7,), -1.5), torch.linspace(-1.6, -1.4, 7)
+    mask = torch.tensor([True, True, True, False, True, True, True])
+    left_out = torch.tensor([True, True, False, False, False, False, False])
+    batch, advantages = hpo.PackedBatch.from_lengths([2, 2, 3], mask=mask), torch.tensor([1.0, -1.0, 0.5])
+    correction = Correction(
+        Action.MASK, high=(0.35, 0.35), unit=Unit.TRAJECTORY, reduction=Reduction.MAX, statistic=specs.Statistic.K3
+    )
+    for backend in ("reference", *native_backends):
+        place = testing.device_of(backend)
+        given = [each.to(place) for each in (logp, old, advantages, batch)]
+        run = functools.partial(hpo.policy_loss_and_grad, *given, backend=backend)
+        plain = run(gates.dapo()).grad.cpu()
+        found = run(gates.compose(gates.dapo(), correction), rollout_logp=(old - discrepancy).to(place)).grad.cpu()
+        assert torch.equal(found, plain.masked_fill(left_out, 0.0)) and plain[left_out].all(), backend
+        assert found[mask & ~left_out].all(), backend
+
+
 @pytest.mark.parametrize("name", ["gvpo", "a_po", "flowrl"])
 def test_regressions_are_reinforce_with_other_advantages(name):
     """docs/compositions.md: the squares that are minimised, and what they are as advantages."""

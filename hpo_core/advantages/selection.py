@@ -123,7 +123,7 @@ def swarm_samples(
         seed: give every round its own. A group is drawn by its id, wherever its units stand.
         external: 2, as in the released recipe.
         flat: False: only groups whose rewards differ may be drawn, because others give no advantage. The paper leaves
-            the choice to each node; the released code looks at no rewards.
+            the choice to each node; the released data manager looks at no rewards.
 
     Traps: the tokens of another model are trained on as if this policy had written them: take their log-probabilities
     under this policy as ``old_logp``. Rewards are this node's.

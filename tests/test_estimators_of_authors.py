@@ -231,6 +231,10 @@ def test_grpo_lead_is_the_authors(backend):
     for right, of, weight in ((1, 4, 1.492638), (2, 4, 1.416556), (9, 10, 0.600668)):
         rewards = t(*[1.0] * right, *[0.0] * (of - right))
         close(A.grpo_lead(rewards, None, **b)[:1], [weight * A.grpo(rewards, None, **b)[0].item()])
+    # Their get_reweight_rewards, as the docstring has it.
+    right, lengths = t(True, True, False, True), t(4100.0, 5000, 6000, 7000)
+    of_lengths = torch.where(right, (-0.05 * A.grpo(lengths, None, mask=right, **b)).exp(), -1.0)
+    close(of_lengths, [1.043590, 1.012428, -1, 0.946468])
     # A judge of its own, and an answer without a reward: two of three are right.
     judged = A.grpo_lead(t(3.0, 2, math.nan, 0), None, is_correct=t(True, False, True, True), eps=0.0, **b)
     close(judged, [1.018436, 0.254609, 0, -1.618311])

@@ -128,9 +128,9 @@ def grpo_lead(
         least, most, midpoint, steepness: 0.4, 1.5, 0.75 and 10, the paper's and the code's.
         singleton: of a group of one; ``"raw"`` keeps its reward, times its weight, as the authors' code does.
 
-    Traps: the advantages of a group do not sum to 0. The rewards are the caller's: in the paper and its code a wrong
-    answer has -1 and a right one ``exp(-alpha z)``, alpha .05 and z its length, standardised (ddof 1) among the right
-    ones of its prompt; without lengths rewards of 1 and -1 give the same weights.
+    Traps: the advantages of a group do not sum to 0. The rewards are the caller's. The paper's are -1 for wrong answers
+    and more for short right ones than for long ones: in its code, for prompts whose answers have thousands of tokens,
+    ``torch.where(right, (-0.05 * grpo(lengths, group_ids, mask=right)).exp(), -1.0)``.
 
     >>> grpo_lead(torch.tensor([1.0, 0.0, 0.0, 0.0]), None)
     tensor([ 2.2390, -0.4750, -0.4750, -0.4750])

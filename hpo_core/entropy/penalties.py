@@ -93,7 +93,8 @@ def epo(
         history: ``[K]``, the mean entropies of earlier steps; empty: no smoothing. In the code those of the same turn.
         coefficient, kappa, alpha: 0.001, (0.8, 1.2) and 0.1, as in the code.
         beta: :func:`epo_phase` of the step.
-        compat: "code": P is 1 outside the corridor and at its edges, a constant without any gradient.
+        compat: "code": P is 1 outside the corridor and at its edges, a constant without any gradient. The P of the
+            code's mode for sequences, which compares means over padded rows, has none either.
 
     Traps: edges are compared in float64 here and in float32 in the code, which may put a token at an edge elsewhere.
 

@@ -173,6 +173,7 @@ def similar_ids_of(
     texts = list(texts)
     for text in texts:
         require_type(isinstance(text, str), "texts: expected strings, got {!r}; ids_of takes other names", text)
+    require_type(not isinstance(prompts, torch.Tensor), "prompts: expected names, got a tensor; use prompts.tolist()")
     named = [0] * len(texts) if prompts is None else ids_of(prompts).tolist()
     check(len(named) == len(texts), "prompts: expected {} names (one per text), got {}", len(texts), len(named))
     clusters: dict[int, dict[str, SequenceMatcher[str]]] = {}

@@ -408,7 +408,10 @@ def test_similar_texts_by_hand():
     for call, message in (
         (lambda: similar("red"), "texts: expected several strings, got 'red'; pass a list"),
         (lambda: similar([b"red"]), "texts: expected strings, got b'red'; ids_of takes other names"),
-        (lambda: similar(["red"], prompts=torch.zeros(1).long()), "names: expected several names, got tensor"),
+        (
+            lambda: similar(["red"], prompts=torch.zeros(1).long()),
+            r"prompts: expected names, got a tensor; use prompts\.tolist\(\)",
+        ),
     ):
         with pytest.raises(TypeError, match=message):
             call()

@@ -161,20 +161,21 @@ def copo(
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """CoPO (CogRouter): GRPO of the steps that were played, for each of them and for its variants with more or less
-    thought before the same action, more where the action is likely (arXiv 2602.12662; its code). Returns ``[S]``
-    float32.
+    """CoPO (CogRouter): GRPO of steps, shared out among variants of each step's thought by how likely they make its
+    action (arXiv 2602.12662; its code). Returns ``[S]`` float32.
 
-    ``A e^(sharpness p) / mean e^(sharpness p)``, A GRPO's of the original among the originals of the prompt, the mean
-    that of the variants of one step, and ``p = (c - least) / (greatest - least)`` their confidences c, clamped to
-    [1e-6, 1], between the least and the greatest. The mean of the factor over the variants is 1.
+    The steps that were played, the originals, are compared within their prompt. The variants of an original, with more
+    or less thought before the same action, have its advantage A, and all of them get
+    ``A e^(sharpness p) / mean e^(sharpness p)``: ``p = (c - least) / (greatest - least)`` is the place of a variant's
+    confidence c, clamped to [1e-6, 1], among those of the step. The mean of the factor over a step is 1.
 
     Args:
         rewards: ``[S]``, of originals; those of others are not read.
         variant_ids: ``[S]`` integers, one for an original and its variants; negative: an original without variants.
         is_original: ``[S]`` bool, the steps that were played.
         confidences: ``[S]``, in the code the geometric mean of the probabilities of the action's tokens after each
-            variant's thought. A unit without a finite one is in no statistic and gets 0.
+            variant's thought. A unit without a finite one is in no statistic and gets 0, also an original without
+            variants.
         variants: with the original, 4 levels of thought. The factor is 1 in a set of another size, as in the code.
         sharpness: 2, the code's.
         singleton: of an original alone in its prompt; ``"raw"`` keeps its reward, as the authors' code does.

@@ -263,13 +263,11 @@ def check_pair(name: str, value: Any, meaning: str) -> None:
 def check_group(name: str, group: Any) -> None:
     """Check that this is a process group. In place of one without this process torch makes another object, which its
     collectives skip without an error."""
-    require_type(
-        isinstance(group, torch.distributed.ProcessGroup),
-        "{}: expected a torch.distributed.ProcessGroup that this process is in, such as torch.distributed.group.WORLD, "
-        "got {}; call only on the ranks of the group",
-        name,
-        type(group),
-    )
+    if isinstance(group, torch.distributed.ProcessGroup):
+        return
+    fix = "pass its .get_group()" if hasattr(group, "get_group") else "call only on the ranks of the group"
+    expected = "a torch.distributed.ProcessGroup that this process is in, such as torch.distributed.group.WORLD"
+    require_type(False, "{}: expected {}, got {}; {}", name, expected, type(group), fix)
 
 
 def _examined_pair(kind: str, name: str, value: Any) -> Any:

@@ -17,11 +17,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .native import Native
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 OPS = (
     "segments",
@@ -90,13 +92,13 @@ def _resolve(op: str, device: torch.device, backend: str | None) -> Any:
     available = _PROBES[name](device if device.type == "cuda" else None)
     if not available:
         raise RuntimeError(f"backend: {name!r} is not available: {available.reason}")
-    return _untraced(_LOADERS[name])(op)
+    return untraced(_LOADERS[name])(op)
 
 
-def _untraced(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The loader, skipped by Dynamo, which after a graph break would trace it and copy the objects it returns."""
+def untraced(function: Function) -> Function:
+    """The function, skipped by Dynamo, which after a graph break would trace it and copy the objects it returns."""
     dynamo = sys.modules.get("torch._dynamo")  # torch.compiler.disable would import it, which takes seconds
-    return load if dynamo is None else dynamo.disable(load)
+    return function if dynamo is None else dynamo.disable(function)
 
 
 @functools.cache  # one warning for each op and device; Python shows one for each device

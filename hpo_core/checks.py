@@ -295,10 +295,11 @@ def check_row_offsets(offsets: torch.Tensor, tokens: int, fix: str = "") -> None
         "cu_seqlens: expected a first offset of 0, got {}; lengths of rows are for PackedBatch.from_lengths",
         int(offsets[0]),
     )
-    falls = (offsets[1:] < offsets[:-1]).nonzero()
-    row = int(falls[0]) if len(falls) else 0
+    falls = offsets[1:] < offsets[:-1]
+    is_falling = bool(falls.any())
+    row = int(falls.nonzero()[0]) if is_falling else 0
     check(
-        len(falls) == 0,
+        not is_falling,
         "cu_seqlens: expected offsets that never decrease, got {} at row {}",
         offsets[row : row + 2].tolist(),
         row,

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from . import ops
 from .arguments import examines
-from .backends import is_reference
+from .backends import is_reference, untraced
 from .batch import PackedBatch
 from .checks import check, check_device, check_dtype, check_shape
 from .logprobs import TokenLogprobs, counted_targets
@@ -133,7 +133,8 @@ def linear_token_logprobs(
             None if each is None else each.flatten(), number, ignore_index, capped, first, vocabulary,
             *_checked_block(block, hidden),
         )  # fmt: skip
-        logp, entropies = ops.linear_token_logprobs(given, kept, backend, process_group, sizes)
+        run = ops.linear_token_logprobs if process_group is None else untraced(ops.linear_token_logprobs)
+        logp, entropies = run(given, kept, backend, process_group, sizes)
     at_tokens = places.at_tokens
     return TokenLogprobs(
         at_tokens(logp.view(targets.shape)), None if entropies is None else at_tokens(entropies.view(targets.shape))

@@ -12,7 +12,7 @@ from .arguments import examines
 from .backends import is_reference
 from .batch import PackedBatch, as_batch
 from .checks import check, check_device, check_dtype, check_shape
-from .ops import is_traced
+from .ops import is_traced, keeps_hooked
 from .ops.logprobs import check_last_dimension
 from .reference.logprobs import token_logprobs as definition
 from .specs import LogitRows
@@ -368,7 +368,7 @@ def _check_in_place(rows: LogitRows, reference: bool, ids: torch.Tensor | None, 
     fix = "leave inplace_gradient=False"
     check(not reference, f"inplace_gradient: the reference has a graph of its own; {fix}")
     check(
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+        not keeps_hooked(),
         f"inplace_gradient: expected a graph that keeps the logits themselves, got hooks for saved tensors "
         f"(torch.utils.checkpoint, save_on_cpu), under which autograd tells no other operation that they change; {fix}",
     )

@@ -74,8 +74,8 @@ MULTIPROCESS = (
 )
 TESTING = ("testing", "testing_examples", "testing_faults")
 PYTHON = (
-    *("aggregation", "batch", "batch_caches", "couplings", "docs", "gate_arguments", "gate_inputs", "imports"),
-    *("level_metrics", "losses", "loss_errors", "single_call", "transforms", "compiled"),
+    *("aggregation", "batch", "batch_caches", "couplings", "denominators", "docs", "gate_arguments", "gate_inputs"),
+    *("imports", "level_metrics", "losses", "loss_errors", "single_call", "transforms", "compiled"),
     *("masks_and_totals", "micro_batches", "ops", "padded_masks", "python_mutants", "synchronisation", *TESTING),
     *("without_native", "backends", "wrong_arguments", "error_messages"),
 )
@@ -167,8 +167,9 @@ RULES = [
           "synchronisation", "trainers", "trl_contract", "verl_advantages", "advantages_over_ranks")),
     Rule(("hpo_core/advantages/ranks.py", "hpo_core/advantages/terms.py"), MULTIPROCESS),
     Rule(("hpo_core/entropy/*",), (*ENTROPY, *PRESETS, *SCOPES, "losses", "imports", "docs")),
-    Rule(("hpo_core/gates/*",), (*LOSS, "default_numbers", "gate_arguments", "gate_inputs", "balanced", "schedules",
-          "hierarchy_theorems", "hierarchy_degenerate", "imports", "docs", "bench", "trainers", "verl", "skyrl")),
+    Rule(("hpo_core/gates/*",), (*LOSS, "default_numbers", "denominators", "gate_arguments", "gate_inputs", "balanced",
+          "schedules", "hierarchy_theorems", "hierarchy_degenerate", "imports", "docs", "bench", "trainers", "verl",
+          "skyrl")),
     Rule(("hpo_core/integrations/trl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",
           "tests/trl_over_ranks.py"), (*TRL, "imports")),
     Rule(("hpo_core/integrations/verl*.py", "hpo_core/integrations/turns.py", "hpo_core/integrations/replaced.py",

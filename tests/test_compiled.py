@@ -152,6 +152,45 @@ def test_a_gate_of_other_numbers_is_compiled_anew():
         assert torch.equal(compiled(given.logp, gate), given.loss(given.logp, gate))
 
 
+@pytest.mark.long  # of Dynamo and AOT
+def test_a_head_over_ranks_falls_back_to_eager_code():
+    """After the graph break of a gather Dynamo compiles the functions behind it, but no kernel."""
+    torch.compiler.reset()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        draw = torch.Generator().manual_seed(0)
+        hidden, weight = torch.randn(5, 4, generator=draw), torch.randn(6, 4, generator=draw)
+        given = {"targets": torch.tensor([3, 0, 5, 1, 2]), "process_group": torch.distributed.group.WORLD}
+        compiled = torch.compile(lambda hidden: hpo.linear_token_logprobs(hidden, weight, **given), backend="aot_eager")
+        assert torch.equal(compiled(hidden).logp, hpo.linear_token_logprobs(hidden, weight, **given).logp)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("captured", ["capture_dynamic_output_shape_ops", "capture_scalar_outputs"])
+def test_a_batch_is_checked_in_compiled_code(captured):
+    torch.compiler.reset()
+
+    def loss(logp, lengths):
+        return hpo.policy_loss(logp, None, torch.ones(2), hpo.PackedBatch.from_lengths(lengths)).loss
+
+    with torch._dynamo.config.patch(**{captured: True}):
+        assert torch.compile(loss, backend="eager")(torch.zeros(4), [2, 2]) == -1
+
+
+class _Loss(torch.nn.Module):
+    def forward(self, logp, advantages, offsets):
+        batch = hpo.PackedBatch(offsets, total_tokens=logp.shape[0], validate=False)
+        return hpo.policy_loss(logp, None, advantages, batch).loss
+
+
+def test_exported_sizes_have_no_bounds():
+    tokens, rows = torch.export.Dim("tokens", min=2), torch.export.Dim("rows", min=2)
+    given = torch.zeros(9), torch.ones(3), torch.tensor([0, 4, 6, 9])
+    exported = torch.export.export(_Loss(), given, dynamic_shapes=({0: tokens}, {0: rows}, {0: rows + 1}))
+    assert exported.module()(torch.zeros(5), torch.ones(2), torch.tensor([0, 1, 5])) == -1
+
+
 def test_compiled_without_a_gradient():
     torch.compiler.reset()
     given = inputs()

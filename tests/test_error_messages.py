@@ -187,6 +187,14 @@ ERRORS = [
         lambda: hpo.aggregation.token_mean([3, 2]),
         "batch: expected a PackedBatch or a mask .*; PackedBatch.from_lengths",
     ),
+    (
+        lambda: hpo.aggregation.token_mean(BATCH, process_group=types.SimpleNamespace(get_group=None)),
+        r"process_group: expected a torch\.distributed\.ProcessGroup .*; pass its \.get_group\(\)",
+    ),
+    (
+        lambda: hpo.PackedBatch.from_lengths(torch.tensor([3, 1], dtype=torch.uint8)),
+        r"lengths: .* got uint8; use lengths\.to\(torch\.int64\)",
+    ),
     (lambda: gates.tis(gate="dapo"), "gate: expected a RatioGate, got .*; the functions of hpo_core.gates make one"),
     (
         lambda: _loss(weights=0.1),

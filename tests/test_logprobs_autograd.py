@@ -73,6 +73,22 @@ def test_what_is_kept_for_the_backward():
     assert sum(tensor.numel() for tensor in kept if tensor.data_ptr() != logits.data_ptr()) <= 4 * 8
 
 
+@native
+def test_targets_of_a_rollout_under_inference_mode(backend):
+    logits, hidden, weight = normal(3, 9), normal(3, 4), normal(9, 4)
+    with torch.inference_mode():
+        ids, temperatures, bias = integers(9, 3), torch.tensor([0.5, 1.0, 2.0]), normal(9)
+
+    def gradients(ids, temperatures, bias):
+        leaves = [each.clone().requires_grad_() for each in (logits, hidden)]
+        one = hpo.token_logprobs(leaves[0], ids, temperatures, backend=backend)
+        other = hpo.linear_token_logprobs(leaves[1], weight, ids, bias, temperatures, backend=backend)
+        return torch.autograd.grad(sum(each.sum() for each in (*one, *other) if each is not None), leaves)
+
+    expected = gradients(*(each.clone() for each in (ids, temperatures, bias)))
+    assert all(map(torch.equal, gradients(ids, temperatures, bias), expected))
+
+
 def test_logits_that_change_in_between_are_noticed():
     logits = normal(3, 9).requires_grad_() * 1
     logp = hpo.token_logprobs(logits, integers(9, 3)).logp

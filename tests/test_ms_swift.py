@@ -145,7 +145,8 @@ def test_the_penalty_is_swifts_clamped_k3(gap, swift, ours):
 def test_another_gate_keeps_denominators_and_corrections(swift, ours):
     batch, told = Batch(), {"loss_type": "grpo", "rollout_importance_sampling_mode": "token_truncate"}
     gate = hpo.gates.step_gspo(0.02, 0.03)
-    found, _, made = run(ours.HPOSwiftTrainer, swift, batch, told, gate)
+    found, logged, made = run(ours.HPOSwiftTrainer, swift, batch, told, gate)
+    assert "clipping" not in logged, "swift's clip is not in use"
     leaf = batch.logp.clone().requires_grad_()
     rows = importlib.import_module("hpo_core.integrations.micro_batch").padded_rows(batch.mask, gate)
     out = hpo.policy_loss(

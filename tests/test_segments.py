@@ -395,7 +395,7 @@ def test_similar_texts_have_the_ids_of_the_first_that_they_resemble(data):
 
 def test_similar_texts_by_hand():
     """Two times nine matching characters of twenty are .9. The first two of three differ by two characters, each from
-    the third by one: whoever comes first decides."""
+    the third by one: the one that comes first decides."""
     several = ["abcdefghij", "abcdefghXY", "abcdefghiY"]
     ids = [hpo.segments.ids_of([text]).item() for text in several]
     similar = hpo.segments.similar_ids_of

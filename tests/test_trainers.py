@@ -261,7 +261,10 @@ def test_openrlhfs_gspo(corrected):
         return (masked(terms, batch.mask) / counts).sum() / ROWS
 
     equal(ours, theirs, batch.logp)
-    assert ours(batch.logp)[1] > 0.2, "nothing was clipped: the comparison says little"
+    ratio = (masked(batch.logp - anchor, batch.mask).sum(1, keepdim=True) / counts).exp()
+    beyond = (ratio > 1.06) & (batch.advantages > 0) | (ratio < 0.95) & (batch.advantages < 0)
+    share = beyond[:, 0].float().mean().item()  # no row of advantages 0 is clipped
+    assert ours(batch.logp)[1].item() == pytest.approx(share) and share > 0.1
 
 
 def test_openrlhf_is_replaced_where_its_actor_looks_the_name_up(monkeypatch):

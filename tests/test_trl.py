@@ -141,7 +141,12 @@ def test_what_a_callback_changes_in_training_counts(tmp_path):
 
 @pytest.mark.parametrize(
     ("extra", "name"),
-    [({"gate": hpo.gates.dapo()}, "epsilon_high"), ({"window": hpo.entropy.ares()}, "top_entropy_quantile")],
+    [
+        ({"gate": hpo.gates.dapo()}, "epsilon_high"),
+        ({"window": hpo.entropy.ares()}, "top_entropy_quantile"),
+        ({"advantage": hpo.advantages.grpo}, "scale_rewards"),
+        ({"advantage": hpo.advantages.grpo}, "multi_objective_aggregation"),
+    ],
 )
 def test_a_change_that_an_argument_silences_is_refused(extra, name, tmp_path):
     trainer = build(hpo_trl.HPOTrainer, tmp_path, extra=extra)

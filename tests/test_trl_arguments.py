@@ -343,6 +343,10 @@ def test_an_entropy_penalty_is_trl_s_bonus(tmp_path):
     ("extra", "message"),
     [
         ({"entropy": hpo.entropy.ares()}, "entropy: expected a function that returns a Selection.* goes to window="),
+        (
+            {"entropy": hpo.entropy.edge_grpo},
+            "entropy: expected a function that returns a Selection, got edge_grpo, which returns torch.Tensor",
+        ),
         ({"entropy": hpo.entropy.steer}, "entropy: .* needs change too; fix it with functools.partial"),
         ({"entropy_penalty": hpo.entropy.epo}, "entropy_penalty: .* needs history too"),
         ({"entropy": hpo.entropy.archer}, "entropy: archer weighs the KL penalty .*; set beta > 0"),

@@ -13,7 +13,8 @@ ROWS, LENGTH = 6, 17
 
 
 class Batch:
-    """Padded rows with a tool's tokens inside, log-ratios up to 1.5, and an empty row if asked for; all ``[B, L]``."""
+    """Padded rows with a tool's tokens inside, log-ratios up to 1.5, a row whose advantages are 0, and an empty row if
+    asked for; all ``[B, L]``."""
 
     def __init__(self, seed=0, *, empty_row=False, per_token=False, width=0.4):
         draw = torch.Generator().manual_seed(seed)
@@ -33,6 +34,7 @@ class Batch:
         self.rollout = (self.old + 0.2 * normal(ROWS, LENGTH)).clamp(max=-1e-3)
         self.ref = (self.old + 0.3 * normal(ROWS, LENGTH)).clamp(max=-1e-3)
         self.advantages = normal(ROWS, LENGTH) if per_token else normal(ROWS, 1).expand(ROWS, LENGTH).contiguous()
+        self.advantages[3] = 0.0  # an answer to a prompt whose answers score alike
         self.tokens, self.lengths = self.mask.sum().item(), lengths.flatten().tolist()
 
     def packed(self, values):

@@ -142,5 +142,5 @@ def _concatenated_ranges(begin: torch.Tensor, lengths: torch.Tensor) -> tuple[to
 def as_indices(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, device="cpu")
     if tensor.numel() > 0:  # an empty list is a float tensor
-        check_dtype(name, tensor, INTEGERS, "use integers")
+        check_dtype(name, tensor, INTEGERS, f"use {name}.to(torch.int64)")
     return tensor.to(torch.int64)

@@ -6,6 +6,7 @@ and a penalty on each micro-batch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,8 +45,16 @@ def check_entropy(entropy: MakesSelection, processes: int, window: str = "", pen
     require_type(
         callable(entropy), "entropy: expected {} that returns a Selection, got {}{}", expected, type(entropy), fix
     )
-    parameters = check_keywords("entropy", entropy, AVAILABLE)
     inner = getattr(entropy, "func", entropy)
+    kind = getattr(inspect.unwrap(inner), "__annotations__", {}).get("return", "Selection")
+    require_type(
+        kind in ("Selection", Selection),
+        "entropy: expected a function that returns a Selection, got {}, which returns {}; call it in a function that "
+        "puts its result into a Selection",
+        getattr(inner, "__name__", "one"),
+        kind,
+    )
+    parameters = check_keywords("entropy", entropy, AVAILABLE)
     check(
         not penalty or inner not in (archer, ares_penalty_weights),
         "entropy: {} weighs the KL penalty of each token, and this loss has none; {}",

@@ -104,6 +104,10 @@ def token_loss(
     ref, above = None if ref_logp is None else ref_logp.float(), None
     if clamp_k3 and ref is not None:
         ref, above = clamped_k3(logp, ref)
+    if gate.head is Head.LINEAR and advantage_level == "token":
+        # For the metrics: no trainer counts a token whose advantage is 0 as clipped. Its term is 0 either way.
+        others, pushed = options.get("token_mask"), advantages != 0
+        options["token_mask"] = pushed if others is None else pushed & others
     out = policy_loss(
         logp,
         None if old_logp is None else old_logp.float(),

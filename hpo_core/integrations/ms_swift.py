@@ -119,6 +119,8 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
                 _, metrics = super()._compute_loss_and_metrics(model, model_inputs, read)
         finally:
             self._scored, self.chord_sft_iterator = None, chord
+        if self.gate is not None:
+            metrics.pop("clipping", None)  # of the loss_type, which the gate replaces
         gate = self._described() if self.gate is None else self.gate
         rollout = grpo_batch.rollout_per_token_logps
         check_sampler(gate, rollout, "--use_vllm true, whose log-probabilities swift keeps")

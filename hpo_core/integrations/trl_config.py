@@ -32,14 +32,16 @@ REPLACED = {
 # Fields that TRL's trainer keeps as attributes of its own, from which its loss reads them.
 _KEPT = (
     *("loss_type", "importance_sampling_level", "epsilon_high", "off_policy_mask_threshold", "beta"),
+    *("scale_rewards", "multi_objective_aggregation"),
     *("top_entropy_quantile", "use_vllm", "vllm_importance_sampling_correction"),
 )
-_READ = (*REPLACED["gate"], "loss_type", "beta", "use_bias_correction_kl", *_KEPT[-3:])
+_REPLACED = (*REPLACED["gate"], *REPLACED["advantage"])
+_READ = (*_REPLACED, "loss_type", "beta", "use_bias_correction_kl", *_KEPT[-3:])
 
 
 def settings_of(trainer: Any) -> dict[str, Any]:
-    """The settings that TRL's loss reads of a trainer now, by field of ``GRPOConfig``: callbacks may change it during
-    the training, on the trainer or, for the rest of the fields, on ``trainer.args``."""
+    """The settings of a trainer that TRL's loss and advantages read, by field of ``GRPOConfig``: callbacks may change
+    them during the training, on the trainer or, for the rest of the fields, on ``trainer.args``."""
     settings = {name: getattr(trainer if name in _KEPT else trainer.args, name) for name in _READ}
     return settings | {"epsilon": trainer.epsilon_low}
 

@@ -5,7 +5,7 @@ from .corrections import correction
 from .covariance import covariance
 from .entropy import order_statistic, select, select_top, window_score
 from .gates import policy_loss, policy_loss_and_grad
-from .library import is_traced
+from .library import is_traced, keeps_hooked
 from .linear_logprobs import linear_token_logprobs
 from .logprob_states import over_ranks
 from .logprobs import token_logprobs
@@ -19,6 +19,7 @@ __all__ = [
     "group_statistics",
     "interpolated",
     "is_traced",
+    "keeps_hooked",
     "linear_token_logprobs",
     "order_statistic",
     "order_statistics",

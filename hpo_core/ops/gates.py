@@ -38,6 +38,7 @@ from .library import (
     is_batched,
     is_seen,
     is_traced,
+    keeps_hooked,
     node,
     register,
 )
@@ -154,6 +155,7 @@ def _forward_in_transform(
 def _remember(ctx: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     # grad stays differentiable on purpose: a second derivative comes through it, and is refused there.
     ctx.set_materialize_grads(False)
+    ctx.is_hooked = keeps_hooked()
     ctx.save_for_backward(output[1])
 
 
@@ -180,7 +182,7 @@ def _scaled(
     if loss_gradient is None:
         return None
     grad: torch.Tensor = ctx.saved_tensors[0]
-    if in_place and hands_on(loss_gradient):
+    if in_place and not ctx.is_hooked and hands_on(loss_gradient):
         return times(grad.detach(), loss_gradient, ctx.backend)
     return loss_gradient * grad
 

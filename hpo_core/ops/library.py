@@ -61,6 +61,12 @@ def is_seen(tensor: torch.Tensor) -> bool:
     return is_compiling() or _is_tracing() or type(tensor) not in _PLAIN or _dispatch_modes() > 0
 
 
+def keeps_hooked() -> bool:
+    """Whether hooks for saved tensors (torch.utils.checkpoint, save_on_cpu) have what autograd keeps. Their tensors are
+    not ours: one may stand for equal tensors of two nodes."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def raising(error: Callable[..., Exception], *arguments: str) -> Callable[..., Any]:
     """A function of anything that raises this error."""
 
@@ -251,6 +257,8 @@ MOST_ROWS = 2**30  # CUDA numbers rows, steps and tiles in 32 bits, and a loop o
 
 
 def check_count(name: str, count: int) -> None:
+    if isinstance(count, torch.SymInt):  # a bound of a symbol would be a guard; the operator sees its value
+        return
     check(
         count <= MOST_ROWS,
         "{}: expected at most 2^30 rows or segments, which kernels number in 32 bits, got {}; make several calls",

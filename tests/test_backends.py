@@ -4,9 +4,12 @@ import contextlib
 import enum
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conftest import NATIVE
 from torch.utils._python_dispatch import TorchDispatchMode
 from valid_calls import calls
 
@@ -302,3 +306,66 @@ def test_the_program_says_its_version_and_refuses_words(capsys):
         with pytest.raises(SystemExit) as left:
             program.main([argument])
         assert left.value.code == code and said in "".join(capsys.readouterr())
+
+
+# ------------------------------------------------------------------------------------------- threads of the CPU
+
+THREADS = """
+import os, torch, hpo_core as hpo
+torch.set_num_threads(1)
+tokens = 600_000
+logp = torch.linspace(-3, -0.1, tokens)
+batch, advantages = hpo.PackedBatch.from_lengths([1, tokens - 7, 6]), torch.tensor([1.0, -1.0, 2.0])
+def workers_after(call):
+    call()
+    return len(os.listdir("/proc/self/task"))
+alone = workers_after(lambda: torch.set_num_threads(4))
+def count(tokens):
+    torch.ops.hpo_core.row_counts(None, torch.tensor([0, tokens]), tokens, "cpu")
+assert workers_after(lambda: count(16_000)) == alone, "a small call wakes nobody"
+assert workers_after(lambda: count(tokens)) == alone + min(3, int(os.environ["OMP_THREAD_LIMIT"]) - 1)
+def digest():
+    out = hpo.policy_loss_and_grad(logp, logp - 0.1, advantages, batch, backend="cpu")
+    return out.loss.item(), out.grad.double().sum().item()
+expected = None
+for threads in (1, 2, 70, 8):
+    torch.set_num_threads(threads)
+    expected = expected or digest()
+    assert digest() == expected, threads
+print("alike")
+"""
+
+
+@pytest.mark.skipif("cpu" not in NATIVE, reason="threads of the CPU")
+@pytest.mark.parametrize("limit", ["1", "3", "200"])
+def test_work_of_threads_that_do_not_come_is_done(limit):
+    """OpenMP may give fewer threads than a call asks for, and a call may ask for more than its work has portions."""
+    given = os.environ | {"OMP_THREAD_LIMIT": limit}
+    run = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False, env=given)
+    assert (run.returncode, run.stdout) == (0, "alike\n"), run.stderr
+
+
+@pytest.mark.skipif("cpu" not in NATIVE, reason="threads of the CPU")
+def test_other_threads_of_python_go_on_during_a_call():
+    rows, tokens, stamps, ends = 20_000, 1 << 19, [], threading.Event()
+    offsets = torch.randint(0, tokens, (rows + 1,), generator=torch.Generator().manual_seed(0))
+
+    def stamp():
+        while not ends.is_set():
+            stamps.append(time.perf_counter())
+            time.sleep(0.001)
+
+    def went_on():
+        """Rows in no order, for which a call takes a tenth of a second."""
+        begin = time.perf_counter()
+        torch.ops.hpo_core.row_counts(None, offsets, tokens, "cpu")
+        took = time.perf_counter() - begin
+        return any(0.3 < (each - begin) / took < 0.7 for each in stamps)
+
+    worker = threading.Thread(target=stamp)
+    worker.start()
+    try:
+        assert any(went_on() for _ in range(10))  # a busy machine may leave the other thread no core
+    finally:
+        ends.set()
+        worker.join()

@@ -239,13 +239,14 @@ def test_tokens_outside_all_leaves_get_their_weight_whatever_it_is(native_backen
 def test_no_input_needs_to_begin_on_a_boundary(unit, native_backends):
     """At the op: each input of tokens by itself, also those of the loss that a correction does not read."""
     pairs, tokens = [(-1.0, -1.5), (-1.0, -0.5)] * 32, 64
-    given = {name: torch.linspace(0.5, 1.5, tokens) for name in ("token_weight", "entropy", "score", "low", "high")}
+    names = ("logp", "old_logp", "advantages", "token_weight", "entropy", "score", "low", "high")
+    given = {name: torch.linspace(0.5, 1.5, tokens) for name in names}
     given |= {"mask": torch.arange(tokens) % 5 > 0, "token_mask": torch.ones(tokens, dtype=torch.bool)}
-    correction, threshold = Correction(Action.CLAMP, unit=unit), torch.zeros(1)
+    correction, others = Correction(Action.CLAMP, unit=unit), {"threshold": torch.zeros(1), "advantage_per_token": True}
     for backend in native_backends:
-        expected = factors(backend, pairs, correction, **given, threshold=threshold)
+        expected = factors(backend, pairs, correction, **given, **others)
         for name, values in given.items():
-            got = factors(backend, pairs, correction, **(given | {name: shifted(values)}), threshold=threshold)
+            got = factors(backend, pairs, correction, **(given | {name: shifted(values)}), **others)
             assert torch.equal(got, expected), (backend, name)
 
 
@@ -423,3 +424,48 @@ def test_hispo_masks_a_token_at_its_bound(backend):
     gate = gates.hispo(eps_sequence=9.0, eps_token=0.5)
     out = loss_of(backend, batch, gate, logp=[0.0, 0.0], old_logp=old, rollout_logp=[0.0, 0.0])
     assert out.grad.tolist() == [-1.0, 0.0]
+
+
+# ------------------------------------------------------------------------------------------- choices of the host
+
+
+def test_all_of_a_long_row_is_in_its_statistic(backend):
+    """Also what lies in the tasks behind its first; the loss and the op would agree without it."""
+    tokens = 40_000 if backend == "cpu" else 1_200
+    second = torch.full((tokens,), -1.0)
+    second[-1] -= 8.0
+    pairs = torch.stack((torch.full((tokens,), -1.0), second), 1)
+    assert lies_at(backend, pairs, 8.0, Statistic.LOG_RATIO, Unit.TRAJECTORY, Reduction.MAX)
+    assert lies_at(backend, pairs, 8.0, Statistic.LOG_RATIO, Unit.TRAJECTORY, Reduction.SUM)
+
+
+def test_two_statistics_of_a_row_that_share_a_pass(native_backends):
+    """An extremum behind a mean does not take its saturation away."""
+    batch, old = hpo.PackedBatch.from_lengths([4]), [-1.0] * 4
+    weight = Correction(Action.CLAMP, unit=Unit.TRAJECTORY)
+    mask = Correction(Action.MASK, high=(99.0, 99.0), unit=Unit.TRAJECTORY, reduction=Reduction.MAX)
+    for backend, order in itertools.product(("reference", *native_backends), ((weight, mask), (mask, weight))):
+        gate = gates.compose(gates.reinforce(), *order)
+        out = loss_of(backend, batch, gate, logp=old, old_logp=old, rollout_logp=[-1.5, -99.0, -0.75, -1.0])
+        assert out.grad.tolist() == pytest.approx([-math.exp(60.25 / 4)] * 4, rel=1e-5), backend
+
+
+def test_a_mask_of_tokens_is_decided_by_its_own_statistic(native_backends):
+    """The extrema that a correction of rows has found are those of another statistic."""
+    batch, old = hpo.PackedBatch.from_lengths([4]), [-1.0] * 4
+    of_row = Correction(Action.MASK, high=(9.0, 9.0), unit=Unit.TRAJECTORY, statistic=Statistic.K2)
+    of_token = Correction(Action.MASK, (-0.7, -0.7), (0.7, 0.7))  # K2 is 0.5 at most, the log-ratio 1
+    for backend in ("reference", *native_backends):
+        gate = gates.compose(gates.reinforce(), of_token, of_row)
+        out = loss_of(backend, batch, gate, logp=old, old_logp=old, rollout_logp=[-1.0, -2.0, -1.5, -0.25])
+        assert out.grad.tolist() == [-1.0, 0.0, -1.0, 0.0], backend
+
+
+def test_advantages_of_tokens_choose_the_bounds_of_their_segment(native_backends):
+    """At the op: the tokens of a row have both signs."""
+    pairs, advantages = [(-1.0, -1.5)] * 4, torch.tensor([1.0, -1.0, -2.0, 0.5])
+    clamp = Correction(Action.CLAMP, high=(0.1, 0.3), unit=Unit.TRAJECTORY)
+    expected = [math.exp(0.1), math.exp(0.3), math.exp(0.3), math.exp(0.1)]
+    for backend in ("reference", *native_backends):
+        got = factors(backend, pairs, clamp, advantages=advantages, advantage_per_token=True)
+        assert got.tolist() == pytest.approx(expected, rel=1e-6), backend

@@ -201,6 +201,20 @@ def test_broken_offsets_select_like_the_reference(backend, offsets):
         assert_selects_tokens(backend, values, batch)
 
 
+def test_values_before_the_first_row_are_no_scores(backend):
+    """Nor are those behind the last: they are the largest here, and unmasked."""
+    values = torch.tensor([9.0, 8.0, *range(6), 7.0])
+    for offsets, expected in (([2, 8, 9], 5.0), ([2, 5, 8], 4.0), ([0, 8], 8.0)):
+        given = [each.to(testing.device_of(backend)) for each in (values, torch.tensor(offsets))]
+        first, end = offsets[0], offsets[-1]
+        fraction = (end - first - 2, end - first - 1, OrderRule.CEIL)  # all but the largest
+        threshold, counts, selected = ops.select_top(given[0], *fraction, False, None, given[1], backend)
+        assert threshold.item() == expected and counts.tolist() == [end - first, 0]
+        assert selected.nonzero().flatten().tolist() == [
+            at for at in range(9) if first <= at < end and values[at] >= expected
+        ]
+
+
 @pytest.mark.usefixtures("at_length")
 def test_broken_offsets_of_many_tokens(backend):
     """There are enough tokens for a sample of the CPU backend."""

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 from catalogue import bits
+from devices import garbage_in_new_memory
 
 import hpo_core as hpo
-from hpo_core import gates
+from hpo_core import gates, testing
 from hpo_core.gates import Action, Channel, Correction, GateInputs
 from hpo_core.metrics import SLOTS
 
@@ -307,3 +308,20 @@ def test_the_weight_of_a_row_without_tokens_chooses_no_way(gate, value, backend)
         for weights in (data.weights, spoiled)
     )
     assert bits(clean.loss, clean.grad, clean.metrics.vector) == bits(got.loss, got.grad, got.metrics.vector)
+
+
+@pytest.mark.parametrize("name", ["dapo", "sapo", "kimi", "gspo", "fiberpo", "dppo_tv"])
+@pytest.mark.parametrize("report", [(), ("tokens",)])
+def test_a_tile_without_a_valid_token_has_no_gradient(report, name, backend):
+    """No other tile writes its gradient: a row begins with a prompt of two tiles, and another row is masked."""
+    device, tokens = testing.device_of(backend), 3600
+    mask = (torch.arange(tokens) >= 2100) & (torch.arange(tokens) % 7 > 0)
+    mask[3000:] = False
+    batch = hpo.PackedBatch.from_lengths([3000, 600], mask=mask, group_ids=torch.zeros(2).long()).to(device)
+    x = torch.linspace(-2.0, -0.1, tokens).to(device)
+    leaf, ones = x.clone().requires_grad_(), torch.ones(2, device=device)
+    with garbage_in_new_memory():
+        out = hpo.policy_loss(leaf, x, ones, batch, GATES[name], report=report, backend=backend)
+        grad = torch.autograd.grad(out.loss, leaf)[0].cpu()
+    assert not grad[~mask].any() and grad[mask].all() and bool(grad.isfinite().all())
+    assert not report or not out.tokens.cpu()[~mask].any()

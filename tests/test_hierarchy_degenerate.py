@@ -12,7 +12,7 @@ from catalogue import Example, bits
 from hierarchies import FOUR, GATES, GROUP, SEVEN, SMALL, STEP, levels
 
 import hpo_core as hpo
-from hpo_core import gates
+from hpo_core import gates, testing
 from hpo_core.gates import (
     Aggregate,
     Clip,
@@ -274,3 +274,32 @@ def test_a_readers_first_attempt(backend):
     torch.testing.assert_close(out.grad.double(), exact.grad, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(found["logp"].grad, out.grad)
     assert out.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("name", ["fiberpo", "gspo"])
+def test_a_leaf_of_many_tasks(name, backend):
+    """Each of them keeps what it has added up, where leaves wait for each other."""
+    tokens, draw = 300_000 if backend == "cpu" else 1_300, torch.Generator().manual_seed(0)
+    batch = hpo.PackedBatch.from_lengths([5, tokens - 30, 25], group_ids=torch.zeros(3, dtype=torch.int64))
+    old_logp = -1 - torch.rand(tokens, generator=draw)
+    rising = torch.linspace(-0.3, 0.5, tokens) + 0.1 * torch.randn(tokens, generator=draw)
+    given = (old_logp + rising, old_logp, torch.tensor([1.0, -1.0, 0.5]), batch)
+    gate = {"fiberpo": hpo.gates.fiberpo(0.3, (0.05, 0.05), 1.0), "gspo": hpo.gates.gspo(0.5, 0.5)}[name]
+    expected = hpo.policy_loss_and_grad(*given, gate, backend="reference")
+    place = testing.device_of(backend)
+    found = hpo.policy_loss_and_grad(*(each.to(place) for each in given), gate, backend=backend)
+    torch.testing.assert_close(found.loss.cpu(), expected.loss, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        found.grad.cpu(), expected.grad, rtol=1e-3, atol=1e-3 * expected.grad.abs().mean().item()
+    )
+
+
+@pytest.mark.parametrize("offsets", [[0, 200, 100, 300], [0, 250, -9, 300], [0, 100, 1 << 40, 300]], ids=str)
+def test_rows_in_no_order_have_no_more_tokens_than_there_are(offsets, backend):
+    """Rows are the leaves here, and one that is broken tells nothing of those behind it."""
+    place, tokens = testing.device_of(backend), 300
+    batch = hpo.PackedBatch(torch.tensor(offsets), total_tokens=tokens, validate=False).to(place)
+    x, ones = torch.zeros(tokens, device=place), torch.ones(3, device=place)
+    for gate in (gates.gspo(), gates.gspo_token()):
+        out = hpo.policy_loss_and_grad(x, x, ones, batch, gate, weights=ones, backend=backend)
+        assert out.metrics["bad_offsets"] > 0 and out.metrics["tokens"] <= tokens

@@ -448,16 +448,24 @@ def test_a_forked_worker_does_not_hang():
     assert results.get() == expected
 
 
-@pytest.mark.parametrize("backend", [name for name in NATIVE if name != "triton"])
-def test_no_kernel_writes_behind_its_workspace(backend, monkeypatch):
-    """On the CPU most workspaces are the beginning of a larger one, which hides it."""
+@pytest.fixture
+def workspaces(monkeypatch):
+    """Those of a test, of which the end is known: on the CPU most are the beginning of a larger one, which hides it."""
     given = []
 
     def guarded(self, size, like):
-        given.append((size, torch.full((size + 65_536,), 0xA5, dtype=torch.uint8, device=like.device)))
+        whole = torch.full((16 + size + 65_536,), 0xA5, dtype=torch.uint8, device=like.device)
+        given.append((size, whole[16:]))  # kernels are promised no more
         return given[-1][1]
 
     monkeypatch.setattr(Native, "_workspace", guarded)
+    yield given
+    for size, workspace in given:
+        assert bool((workspace[size:] == 0xA5).all()), f"a kernel writes behind its workspace of {size} bytes"
+
+
+@pytest.mark.parametrize("backend", [name for name in NATIVE if name != "triton"])
+def test_no_kernel_writes_behind_its_workspace(backend, workspaces):
     torch.set_num_threads(3)
     rows, length = (48, 90) if backend == "cuda_emulated" else (400, 90)
     tokens, each = inputs(rows, length, backend), torch.arange(5_000, device=testing.device_of(backend))
@@ -476,9 +484,115 @@ def test_no_kernel_writes_behind_its_workspace(backend, monkeypatch):
     ops.covariance(scores, each[:rows].float(), batch.cu_seqlens, batch.mask, *TokenDraw(), backend)
     ops.group_statistics(each.float(), each // 3, None, None, backend)
     hpo.advantages.grpo(each.float(), each // 3, backend=backend)
-    assert len(given) >= 13, "the workspaces of these calls come from elsewhere"
-    for size, workspace in given:
-        assert bool((workspace[size:] == 0xA5).all()), f"a kernel writes behind its workspace of {size} bytes"
+    assert len(workspaces) >= 13, "the workspaces of these calls come from elsewhere"
+
+
+@pytest.mark.parametrize("backend", [name for name in NATIVE if name != "triton"])
+def test_nor_do_those_of_unusual_sizes(backend, workspaces):
+    """Ids as far apart as those that are numbers already may be; segments that overlap; rows of no or one token, for
+    CUDA more than all blocks of a launch take at once; as many tokens as whole tasks of the CPU have."""
+    place = testing.device_of(backend)
+    for units in (100, 4096, 4097):  # CUDA keeps a table for more than 4096
+        reach = 2 * units + 63
+        ids = torch.nn.functional.pad(torch.zeros(units - 1, dtype=torch.int64), (0, 1), value=reach).to(place)
+        values, expected = torch.arange(units).float().to(place), torch.zeros(6, dtype=torch.float64)
+        statistics = ops.group_statistics(values, ids, None, None, backend)[:, -1].cpu()
+        alone = ops.group_statistics(values[-1:], ids[-1:], None, None, backend)[:, 0].cpu()
+        assert torch.equal(statistics, alone) and not torch.equal(alone, expected)
+        advantages = hpo.advantages.grpo(values, ids, backend=backend).cpu()
+        assert advantages[-1] == 0 and advantages[0] < 0 < advantages[units - 2]
+        term = hpo.advantages.Term(values, ids)
+        assert torch.equal(hpo.advantages.combine([term] * 2, backend=backend).cpu(), 2 * advantages)
+    overlapping = torch.tensor([0, 160, 60, 300]).to(place)
+    scores, of_scopes = torch.arange(300).float().to(place), torch.zeros(3, dtype=torch.int64, device=place)
+    ops.order_statistics(scores, overlapping, of_scopes, 1, 3, 4, OrderRule.CEIL, None, backend)
+    ops.select_exact(scores, overlapping, of_scopes, of_scopes[:1] + 7, None, None, backend)
+    short = torch.arange(0, 301, 5).to(place)
+    ops.select_exact(scores, short, torch.zeros_like(short[1:]), of_scopes[:1] + 7, None, None, backend)
+    torch.set_num_threads(3)  # more than the CPU has blocks of windows
+    window = (Boundary.SHRINK, Invalid.SKIP, WindowAggregate.MEAN, backend)
+    for tokens, widths in ((3000, (2048, 2049)), (16_384, (2049,) if backend == "cpu" else ())):
+        x, offsets = torch.zeros(tokens, device=place), torch.tensor([0, tokens]).to(place)
+        for width in widths:
+            ops.window_score(x, None, offsets, 1 - width, 0, *window)
+    tokens = 32_768 if backend == "cpu" else 512
+    steps, x = torch.arange(0, tokens + 1, 2), torch.zeros(tokens, device=place)
+    batch = hpo.PackedBatch(steps[:: tokens // 2], cu_steps=steps).to(place)
+    hpo.policy_loss_and_grad(x, x, x[:1] + 1, batch, hpo.gates.step_gspo(), backend=backend)
+    for lengths in ([tokens], [1] * 4200, [0] * 2000 + [1, 1]):
+        batch = hpo.PackedBatch.from_lengths(lengths).to(place)
+        x, ones = torch.zeros(sum(lengths), device=place), torch.ones(len(lengths), device=place)
+        every = (hpo.gates.ppo_clip(), hpo.gates.gspo(), hpo.gates.fiberpo())
+        for gate in every[: 1 if len(lengths) > 4000 and backend == "cuda_emulated" else 3]:
+            given = {"group_ids": torch.arange(len(lengths)).to(place) // 2} if gate.levels else {}
+            hpo.policy_loss_and_grad(x, x, ones, batch.replace(**given), gate, backend=backend)
+        mask = hpo.gates.Correction(hpo.gates.Action.MASK, (-1.0, -1.0), (1.0, 1.0), hpo.gates.Unit.TRAJECTORY)
+        inputs = PolicyLossInputs(
+            x, x, ones, ones, batch.cu_seqlens, leaf_begin=batch.cu_seqlens[:-1], leaf_end=batch.cu_seqlens[1:],
+            leaf_row=torch.arange(batch.rows, device=place), ancestors=torch.arange(batch.rows, device=place)[None],
+        )  # fmt: skip
+        assert bool((ops.correction(inputs, mask.spec(), backend) == 1).all())
+
+
+@pytest.mark.skipif("cuda_emulated" not in NATIVE, reason="the emulated streams are numbers")
+def test_more_streams_than_there_are_counters(monkeypatch, workspaces):
+    """A launch on a stream without a counter of its own clears one in its workspace."""
+    x, ones, batch = torch.zeros(4), torch.ones(2), hpo.PackedBatch.from_lengths([1, 3])
+    for stream in range(1, 1030):
+        monkeypatch.setattr(torch, "get_num_threads", lambda stream=stream: stream)
+        for _ in range(1 + (stream > 1024)):
+            out = hpo.policy_loss_and_grad(x, x, ones, batch, weights=ones, backend="cuda_emulated")
+            assert out.loss == -4 and out.metrics["rows"] == 2
+
+
+@pytest.mark.parametrize("backend", [name for name in NATIVE if name != "triton"])
+def test_the_last_check_of_memory(backend):
+    """An operator that nothing checked before refuses what is freed, as well: kernels take a null pointer for None."""
+    given = torch.zeros(8).double(), torch.tensor([0, 8]), torch.tensor([0, 0])
+    x, offsets, none = (each.to(testing.device_of(backend)) for each in given)
+    freed = x.clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="a tensor: expected a tensor with memory, got elements without any"):
+        ops.recurrence(freed, x, offsets, backend)
+    nothing = x[:0].clone()
+    assert ops.recurrence(nothing, nothing, none, backend).numel() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVE if name != "triton"])
+def test_bindings_refuse_what_their_arrays_do_not_hold(name):
+    """The checks of Python come before them, but not for every caller."""
+    module, term, pair = importlib.import_module(f"hpo_core._{name}"), (0, 0, 1, 0.0, 0, False, 0, 0, 1.0), (0.0, 0.0)
+    for terms in ([], [term] * 9):
+        with pytest.raises(ValueError, match="terms: expected 1 to 8"):
+            module.GroupNormalisation(terms, 0, 0.0, 0.0)
+    rule, both = (0, 0, False, pair, pair), (False, False)
+    spec = functools.partial(module.PolicyLossSpec, 0, 0, 0, 0, False, both, both, pair, pair, 0.0, None)
+    with pytest.raises(ValueError, match="row_corrections: expected at most 2"):
+        spec(((rule, 0),) * 3)
+    level = (0, 0, 0, (0.0,) * 4, (0.0,) * 4, 0.0)
+    with pytest.raises(ValueError, match="levels: expected at most 4"):
+        module.Hierarchy(False, pair, pair, [level] * 5, None)
+    levels, fields = module.Hierarchy(False, pair, pair, [level], None), (None,) * len(module.inputs)
+    call = functools.partial(module.hierarchy, spec(()), levels, 0, 0, 0)
+    for given, outputs, tables, message in (
+        (fields[1:], (None,) * 4, (), "inputs: expected a PolicyLossInputs"),
+        (fields, (None,) * 3, (), "outputs: expected loss, metrics, grad and token_loss"),
+        (fields, (None,) * 4, (None,) * 2, "tables: expected sums, largest and aggregate_grad, or nothing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(given, outputs, None, 0, tables, 1)
+
+
+@pytest.mark.skipif("cpu" not in NATIVE, reason="workers of the CPU")
+def test_workspaces_of_the_cpu_grow_with_no_more_than_tokens():
+    """At most 64 workers have a scratch; results do not depend on their number."""
+    module = importlib.import_module("hpo_core._cpu")
+    assert module.window_score_workspace(1 << 24, 9) == module.window_score_workspace(1 << 30, 9) < 1 << 23
+    assert module.window_score_workspace(100, 1 << 40) < 1 << 17
+    for size in (module.order_statistic_workspace, module.covariance_workspace):
+        assert size(1 << 30) < 5 << 30
+    assert module.order_statistics_workspace(1 << 30, 3) < 5 << 30
+    assert module.policy_loss_workspace(1 << 30, 1) < 1 << 28
 
 
 def test_logits_without_rows_or_columns():

@@ -70,7 +70,7 @@ def ordered(values):
 
 
 SIZES = pytest.mark.parametrize("count", [0, 1, 7, 8, 1000, 70001])
-OFFSETS = pytest.mark.parametrize("offset", [0, 1, 3])
+OFFSETS = pytest.mark.parametrize("offset", [0, 1, 2, 3, 4])
 
 
 @of_gpus

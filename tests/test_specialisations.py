@@ -8,6 +8,7 @@ import hpo_core as hpo
 from hpo_core.backends import resolve
 from hpo_core.gates import Clip, RatioGate
 from hpo_core.specs import (
+    Aggregate,
     Boundary,
     Denominator,
     Invalid,
@@ -67,6 +68,25 @@ def test_a_level_under_a_split_carries_its_gradient(backend):
     inputs = ONE_ROW._replace(advantages=torch.ones(1), advantage_per_token=False, ancestors=torch.zeros(1, 1).long())
     for ours, theirs in zip(*(loss_and_grad(inputs, spec, each) for each in (backend, "reference")), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("routing", [Routing.THROUGH, Routing.STOPPED])
+def test_a_balanced_level_over_dropped_tokens_needs_no_gradient(routing, backend):
+    """The sums of a call without a gradient may be part of its sweep, but not those of a balanced level."""
+    finer = LevelSpec(Unit.TRAJECTORY, LevelKind.CLIP, routing, low=(-0.01,) * 4, high=(0.02,) * 4)
+    coarser = LevelSpec(Unit.GROUP, LevelKind.CLIP, routing, Aggregate.BALANCED, (-0.9,) * 4, (0.9,) * 4)
+    spec = PolicyLossSpec(token=TokenGate.DROP, levels=(finer, coarser))
+    offsets, old_logp = torch.tensor([0, 3, 5, 8]), torch.full((8,), -1.5)
+    inputs = PolicyLossInputs(
+        old_logp + torch.tensor([0.1, 0.5, 0.3, -0.2, -0.4, 0.05, 0.02, 0.7]), old_logp, torch.tensor([1.0, -1.0, 1.0]),
+        torch.ones(3), offsets, leaf_begin=offsets[:-1], leaf_end=offsets[1:], leaf_row=torch.arange(3),
+        ancestors=torch.tensor([[0, 1, 2], [0, 0, 0]]),
+    )  # fmt: skip
+    expected = resolve("gates", inputs.logp, "reference").policy_loss(inputs, spec)[0]
+    inputs = move(inputs, device_of(backend))
+    loss = resolve("gates", inputs.logp, backend).policy_loss(inputs, spec, False, False)[0]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("backend", NATIVE)

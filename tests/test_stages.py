@@ -1,5 +1,6 @@
 """A call in stages: what segments add up stands between them in tables that the caller may change."""
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -20,6 +21,7 @@ from hpo_core.gates import Aggregate, Head, Identity, Level, RatioGate, Rollback
 STAGED = {
     **GATES,
     "pre-gated": gates.gmpo(0.1, 0.1),
+    "gspo, with a head": dataclasses.replace(gates.gspo(0.1, 0.2), head=Head.LOG, head_numbers=(0.7, 1.3)),
     "flat": RatioGate("flat", Identity(), head=Head.LOG, head_numbers=(0.7, 1.3)),
 }
 

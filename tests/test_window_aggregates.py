@@ -140,6 +140,31 @@ def test_windows_over_rows_longer_than_a_tile(native_backends, first, last, aggr
         torch.testing.assert_close(carried, defined.double().mean().float().expand_as(carried), rtol=2e-7, atol=0)
 
 
+@pytest.mark.parametrize("backend", [name for name in NATIVE if name != "triton"])
+@pytest.mark.parametrize("width", [2048, 2100, 4096])
+def test_widths_around_the_shared_memory_of_a_block(width, backend):
+    """CUDA folds windows of up to 2048 tokens in the memory of a block, and others in a workspace, digit by digit."""
+    values, _ = dyadic(Layout((4100,), seed=5))
+    through = torch.nn.functional.pad(values.double().cumsum(0), (1, 0))
+    begin = (torch.arange(4100) - width + 1).clamp(min=0)
+    window = Window(1 - width, 0, "sum", "shrink")
+    scores = run(backend, values, hpo.PackedBatch.from_lengths([4100]), window)
+    assert torch.equal(scores, (through[1:] - through[begin]).float())
+
+
+@pytest.mark.skipif("cpu" not in NATIVE, reason="threads of the CPU")
+@pytest.mark.parametrize("aggregate", ["sum", "max"])
+def test_threads_share_no_window(aggregate):
+    """Each has a scratch of its own; a pack is long enough that all are at work at once."""
+    values, batch = dyadic(Layout((400_000, 7, 200_000), seed=6))
+    window, before, scores = Window(-40, 40, aggregate, "shrink"), torch.get_num_threads(), []
+    for threads in (1, 2, 3, 4):
+        torch.set_num_threads(threads)
+        scores.append(run("cpu", values, batch, window))
+    torch.set_num_threads(before)
+    assert all(torch.equal(each.nan_to_num(), scores[0].nan_to_num()) for each in scores)
+
+
 def test_windows_wider_than_rows(backend):
     """Windows so wide that Triton builds them by doubling, and all cut by their rows."""
     values, batch = dyadic(Layout((150, 0, 5, 201), 3, "some", seed=2))

@@ -55,11 +55,11 @@ def takes_padded(
         shape = _padded_shape(given.get("batch"))
         if shape is None or len(given) < len(arguments) + len(keywords):  # arguments too many: Python says so
             return function(*arguments, **keywords)
-        batch = {"batch": given.pop("batch")}
-        given = {name: _examined(name, one) for name, one in given.items()}
-        flat = {name: _reshaped(one, shape, (-1,)) for name, one in given.items()}
-        result = function(**flat, **batch)
-        is_packed = all(flat[name] is one for name, one in given.items())
+        given = {name: one if name == "batch" else _examined(name, one) for name, one in given.items()}
+        flat = [one if name == "batch" else _reshaped(one, shape, (-1,)) for name, one in given.items()]
+        named = dict(zip(keywords, flat[len(arguments) :], strict=True))
+        result = function(*flat[: len(arguments)], **named)
+        is_packed = all(one is before for one, before in zip(flat, given.values(), strict=True))
         return result if is_packed else padded(result, shape)
 
     return run  # type: ignore[return-value]

@@ -86,7 +86,7 @@ def gdpo(
 
     A unit that one reward does not score has nothing from that reward; a unit that no reward scores is in no statistic.
 
-    Traps: three frameworks, three second stages; NeMo-RL divides by the deviation without centring, which is not here.
+    Traps: three frameworks, three second stages; NeMo-RL leaves the sample itself out of each mean, which is not here.
     With ``lengths``, or with ``singleton="raw"``, the second stage moves a group of equal rewards off 0.
 
     >>> x = torch.tensor([[1.0, 0, 1, 0, 0, 1], [1, 1, 0, 0, 1, 1]])

@@ -124,8 +124,8 @@ def policy_loss_from_logits(
     refuse_tangent("policy_loss_from_logits", logits)
     check(
         not ops.is_traced(logits),
-        "logits: expected an eager call, got one in torch.compile, a dispatch mode or torch.func, or of a class of "
-        "tensors; call token_logprobs and policy_loss there",
+        "logits: expected an eager call, got one in torch.compile, a dispatch mode or torch.func, or logits of a "
+        "tensor subclass; call token_logprobs and policy_loss there",
     )
     call = checked_call(logits, targets, temperature, _NONE, batch, None, None, None, inplace_gradient, backend)
     rows = readable(call.rows._replace(logits=logits.detach()))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from . import ops
-from .arguments import constant, constants, examines
+from .arguments import check_number, constant, constants, examines
 from .checks import (
     INTEGERS,
     check,
@@ -148,22 +148,24 @@ def similar_ids_of(
     """Ids ``[U]`` int64 of texts, equal where texts are similar: anchors of GiGPO for observations that never recur
     word for word (arXiv 2505.10978; verl-agent's code).
 
-    One text after the other joins the first cluster of its prompt whose first text is similar, or begins one. Similar:
-    ``difflib.SequenceMatcher(None, text, first).ratio() >= threshold``, twice the matching characters over those of
-    both texts. The id is that of :func:`ids_of` of the cluster's first text.
+    One text after the other joins the first cluster of its prompt whose first text is similar, or begins one. Two texts
+    are similar if ``difflib.SequenceMatcher(None, text, first).ratio() >= threshold``, twice the matching characters
+    over those of both texts. The id is that of :func:`ids_of` of the cluster's first text.
 
     Args:
         threshold: above 0 and up to 1; .95 as in the code's function, whose recipes take .9.
         prompts: the prompt of each text, within which texts are compared. None: all texts are of one.
         device: that of the ids.
 
-    Traps: the order of texts decides, because only the first text of a cluster is compared with others. The time is
-    that of Python on the host, for each different text the number of clusters times the length of texts.
+    Traps: the order of texts decides, because only the first text of a cluster is compared with others. It runs in
+    Python on the host and compares each different text with the first text of every cluster of its prompt; the time of
+    a comparison may grow with the square of the length.
 
     >>> door, closed, hall = similar_ids_of(["The door is open.", "The door is open!", "A hall."], 0.9)
     >>> bool(door == closed), bool(door == hall)
     (True, False)
     """
+    check_number("threshold", threshold)
     check(0 < threshold <= 1, "threshold: expected a ratio in (0, 1], got {}", threshold)
     require_type(
         isinstance(texts, Iterable) and not isinstance(texts, str | bytes | torch.Tensor),

@@ -102,6 +102,8 @@ def test_gbpo_of_onerec_by_hand():
     batch = hpo.PackedBatch.from_lengths([1] * 8)
     found = (logp - gates.gbpo_onerec_old_logp(logp, q.log(), advantages, batch)).exp()
     assert found.tolist() == pytest.approx([1.0, 0.5, 1.5, 0.25, 0.25, 2.0, 2.0, 1.0], rel=1e-6)
+    gone = torch.full((8,), -math.inf)  # a log-probability without a number says nothing
+    assert torch.equal(gates.gbpo_onerec_old_logp(gone, q.log(), advantages, batch), q.log())
     padded = hpo.PackedBatch.from_padded(torch.ones(8, 1, dtype=torch.bool))
     again = gates.gbpo_onerec_old_logp(logp[:, None], q.log()[:, None], advantages, padded)
     assert torch.equal((logp[:, None] - again).exp(), found[:, None])

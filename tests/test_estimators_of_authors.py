@@ -261,8 +261,18 @@ def test_copo_is_the_authors(backend):
     # Confidences are clamped, and those that agree weigh alike.
     clamped = A.copo(r[:4], None, variants[:4], original[:4], t(-2.0, 0, 1, 3), singleton="raw", eps=0.0, **b)
     close(clamped, [2 / (1 + math.exp(2))] * 2 + [2 / (1 + math.exp(-2))] * 2)
-    alike = A.copo(r[:4], None, variants[:4], original[:4], t(0.5, 0.5, 0.5, 0.5), singleton="raw", eps=0.0, **b)
-    close(alike, [1, 1, 1, 1])
+    for nearly in (0.5, 0.5000005):
+        given = t(0.5, nearly, 0.5, 0.5), {"singleton": "raw", "eps": 0.0, "sharpness": 9.0}
+        close(A.copo(r[:4], None, variants[:4], original[:4], given[0], **given[1], **b), [1, 1, 1, 1], 1e-12)
+    # All of the credit goes to the likeliest; sets of two prompts are two, whatever their numbers.
+    given = t(0.1, 0.3, 0.2, 0.9), {"singleton": "raw", "eps": 0.0, "sharpness": 700.0}
+    close(A.copo(r[:4], None, variants[:4], original[:4], given[0], **given[1], **b), [0, 0, 0, 4])
+    each = 0.5 / (math.sqrt(0.5) + 1e-6)
+    own = t(2.0, 0, 1, 0, 2, 0, 1, 0), t(0, 0, 0, 0, 1, 1, 1, 1), t(*[True, False] * 4), t(*[0.2, 0.8] * 4)
+    for sets in (t(0, 0, 1, 1, 0, 0, 1, 1), t(0, 0, 1, 1, 2, 2, 3, 3)):
+        shared = A.copo(own[0], own[1], sets, own[2], own[3], variants=2, **b)
+        close(shared[4:], shared[:4].tolist())
+        close(shared[:2], [each * 2 / (1 + math.exp(2)), each * 2 / (1 + math.exp(-2))])
 
 
 def test_treerl_is_the_authors(backend):

@@ -10,6 +10,7 @@ from trainer_batches import modules
 import hpo_core as hpo
 from hpo_core import gates
 from hpo_core.integrations import prompt_advantages
+from hpo_core.integrations.micro_batch import clipped_tokens, token_loss
 from hpo_core.integrations.replaced import after_import
 from hpo_core.integrations.served import check_proportional
 
@@ -27,6 +28,19 @@ def test_a_head_whose_penalty_is_0_is_proportional(name):
     check_proportional(dataclasses.replace(gate, head_numbers=(0.0, 0.0)), "a trainer")
     with pytest.raises(ValueError, match="does not grow with the advantage"):
         check_proportional(gate, "a trainer")
+
+
+@pytest.mark.parametrize("level", ["row", "token"])
+@pytest.mark.parametrize(("gate", "count"), [(gates.ppo_clip(), 7), (gates.cispo(1.5), 11)], ids=["ppo_clip", "cispo"])
+def test_tokens_that_are_counted_as_clipped(gate, count, level):
+    """Under a surrogate those with an advantage, of those that the trainer's own mask leaves."""
+    mask, others = torch.ones(3, 4).bool(), torch.ones(3, 4).bool()
+    others[0, 0] = False
+    batch, rows = hpo.PackedBatch.from_padded(mask), torch.tensor([1.0, 0.0, 2.0])
+    advantages = rows if level == "row" else rows[:, None].expand(3, 4)
+    given = (torch.ones(3, 4), torch.zeros(3, 4), advantages, batch, gate, torch.ones(3))
+    out = token_loss(*given, advantage_level=level, token_mask=others)
+    assert clipped_tokens(out.metrics, gate) == count
 
 
 def test_the_returns_of_a_discount_that_float32_rounds():

@@ -358,6 +358,15 @@ def test_what_is_no_entropy_method_is_refused(extra, message, tmp_path):
         build(hpo_trl.HPOTrainer, tmp_path, extra=extra)
 
 
+@pytest.mark.parametrize("kind", ["hpo.entropy.Selection", "Any", "Selection | None", hpo.entropy.Selection, None])
+def test_a_function_of_ones_own_may_say_of_its_result_what_it_likes(kind):
+    def own(entropy, batch):
+        return hpo.entropy.aepo_ruc(entropy, batch)
+
+    own.__annotations__ = {} if kind is None else {"return": kind}
+    check_entropy(own, 1, "window")
+
+
 def test_an_entropy_method_that_measures_one_process_is_refused_on_two():
     check_entropy(hpo.entropy.aepo_ruc, 1, "window")
     check_entropy(hpo.entropy.archer, 2, "window")

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..checks import check, check_units
-from ..segments import statistics
+from ..segments import dense_ids, statistics
 from ..specs import Provenance
 from .flat import grpo, grpo_of_exact
 from .terms import as_advantages, check_finite, estimator, grouped, known, scorable
@@ -130,7 +130,7 @@ def grpo_lead(
 
     Traps: the advantages of a group do not sum to 0. The rewards are the caller's. The paper's are -1 for wrong answers
     and more for short right ones than for long ones: in its code, for prompts whose answers have thousands of tokens,
-    ``torch.where(right, (-0.05 * grpo(lengths, group_ids, mask=right)).exp(), -1.0)``.
+    ``torch.where(right, (-0.05 * grpo(lengths.float(), group_ids, mask=right)).exp(), -1.0)``.
 
     >>> grpo_lead(torch.tensor([1.0, 0.0, 0.0, 0.0]), None)
     tensor([ 2.2390, -0.4750, -0.4750, -0.4750])
@@ -142,7 +142,7 @@ def grpo_lead(
     advantages = grpo(rewards, group_ids, mask=mask, ddof=ddof, eps=eps, singleton=singleton, backend=backend)
     difficulty = torch.where(advantages > 0, share, 1 - share)
     weight = least + (most - least) * torch.sigmoid(steepness * (midpoint - difficulty))
-    return as_advantages(torch.where(advantages == 0, 0.0, advantages * weight), rewards, backend)
+    return as_advantages(advantages * weight, rewards, backend)
 
 
 @estimator(Provenance.VERIFIED, tables=True)
@@ -172,11 +172,13 @@ def copo(
     Args:
         rewards: ``[S]``, of originals; those of others are not read.
         variant_ids: ``[S]`` integers, one for an original and its variants; negative: an original without variants.
+            Equal numbers of two prompts are two sets.
         is_original: ``[S]`` bool, the steps that were played.
         confidences: ``[S]``, in the code the geometric mean of the probabilities of the action's tokens after each
             variant's thought. A unit without a finite one is in no statistic and gets 0, also an original without
             variants.
-        variants: with the original, 4 levels of thought. The factor is 1 in a set of another size, as in the code.
+        variants: the size of a set with its original, 4 in the code. The factor is 1 in a set of another size, as
+            there.
         sharpness: 2, the code's.
         singleton: of an original alone in its prompt; ``"raw"`` keeps its reward, as the authors' code does.
 
@@ -194,6 +196,8 @@ def copo(
     )  # fmt: skip
     check(variants >= 1, "variants: expected a count of at least 1, got {}", variants)
     check(0 <= sharpness < math.inf, "sharpness: expected a finite number >= 0, got {}", sharpness)
+    if group_ids is not None:
+        variant_ids = dense_ids(group_ids, variant_ids)
     member = grouped(scorable(confidences, mask) & (torch.isfinite(rewards) | ~is_original), group_ids)
     played = member & is_original
     own = grpo(rewards, group_ids, ddof=ddof, eps=eps, singleton=singleton, mask=played, backend=backend)
@@ -202,7 +206,7 @@ def copo(
     confidence = confidences.double().clamp(1e-6, 1)
     alike = statistics(as_advantages(confidence, rewards, backend), variant_ids, mask=member, backend=backend)
     spread = alike.greatest - alike.least
-    power = (sharpness * (confidence - alike.least) / spread).exp()
+    power = (sharpness * (confidence - alike.greatest) / spread).exp()  # at most 1, so that no sum overflows
     mean = statistics(torch.where(spread > 1e-6, power, 1.0), variant_ids, mask=member, backend=backend).mean
     factor = torch.where((alike.members == variants) & (spread > 1e-6), power / mean, 1.0)
     return as_advantages(torch.where(member & (advantages != 0), advantages * factor, 0.0), rewards, backend)

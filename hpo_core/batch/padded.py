@@ -33,7 +33,8 @@ def _examined(name: str, value: Any) -> Any:
 def _padded_shape(batch: Any) -> tuple[int, int] | None:
     if isinstance(batch, PackedBatch):
         return batch.padded_shape
-    return (batch.shape[0], batch.shape[1]) if isinstance(batch, torch.Tensor) and batch.dim() == 2 else None
+    is_mask = isinstance(batch, torch.Tensor) and not batch.is_nested and batch.dim() == 2
+    return (batch.shape[0], batch.shape[1]) if is_mask else None
 
 
 def _of_tokens(result: Any, shape: tuple[int, int]) -> Any:

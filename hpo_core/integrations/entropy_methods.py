@@ -46,9 +46,9 @@ def check_entropy(entropy: MakesSelection, processes: int, window: str = "", pen
         callable(entropy), "entropy: expected {} that returns a Selection, got {}{}", expected, type(entropy), fix
     )
     inner = getattr(entropy, "func", entropy)
-    kind = getattr(inspect.unwrap(inner), "__annotations__", {}).get("return", "Selection")
+    kind = inspect.unwrap(inner).__annotations__["return"] if hasattr(inner, "provenance") else "Selection"
     require_type(
-        kind in ("Selection", Selection),
+        kind == "Selection",
         "entropy: expected a function that returns a Selection, got {}, which returns {}; call it in a function that "
         "puts its result into a Selection",
         getattr(inner, "__name__", "one"),

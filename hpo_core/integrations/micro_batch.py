@@ -10,7 +10,7 @@ import torch
 
 from .. import aggregation, gates
 from ..arguments import check_choice
-from ..batch import PackedBatch, valid_tokens
+from ..batch import PackedBatch, spread_rows, valid_tokens
 from ..gates import Clip, Drop, Level, RatioGate
 from ..kl import KLPenalty
 from ..losses import PolicyLoss, policy_loss
@@ -104,9 +104,11 @@ def token_loss(
     ref, above = None if ref_logp is None else ref_logp.float(), None
     if clamp_k3 and ref is not None:
         ref, above = clamped_k3(logp, ref)
-    if gate.head is Head.LINEAR and advantage_level == "token":
+    if gate.head is Head.LINEAR:
         # For the metrics: no trainer counts a token whose advantage is 0 as clipped. Its term is 0 either way.
         others, pushed = options.get("token_mask"), advantages != 0
+        if advantage_level == "row":
+            pushed = spread_rows(pushed, batch, False).reshape(logp.shape)
         options["token_mask"] = pushed if others is None else pushed & others
     out = policy_loss(
         logp,

@@ -62,8 +62,8 @@ def is_seen(tensor: torch.Tensor) -> bool:
 
 
 def keeps_hooked() -> bool:
-    """Whether hooks for saved tensors (torch.utils.checkpoint, save_on_cpu) have what autograd keeps. Their tensors are
-    not ours: one may stand for equal tensors of two nodes."""
+    """Whether hooks for saved tensors (torch.utils.checkpoint, save_on_cpu) hold the tensors that autograd keeps. These
+    are not ours: one may stand for equal tensors of two nodes."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

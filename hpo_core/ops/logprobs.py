@@ -100,7 +100,7 @@ def _backward(*arguments: Any) -> torch.Tensor:
 def keep(ctx: Any, rows: Any, statistics: torch.Tensor) -> None:
     """Keep the named tuple of the rows and the statistics for :func:`kept_by`; only the results are differentiable."""
     tensors = {name: each for name, each in rows._asdict().items() if isinstance(each, torch.Tensor)}
-    # Targets of a rollout under inference_mode, which autograd does not keep.
+    # Autograd keeps no inference tensors, such as the targets of a rollout, so they are copied.
     tensors = {name: each.clone() if each.is_inference() else each for name, each in tensors.items()}
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(statistics)

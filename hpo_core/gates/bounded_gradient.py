@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..batch import PackedBatch, as_batch, valid_tokens
-from .group_expectation import of_logps
-from .inputs import check_policies, per_token
+from .inputs import check_policies, of_logps, per_token
 
 
 @of_logps

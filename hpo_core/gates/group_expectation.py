@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch
 
 from .. import ops
-from ..arguments import examines, parameter_names
-from ..batch import (
-    PackedBatch,
-    alone_without,
-    as_batch,
-    renumber,
-    row_counts,
-    row_sums,
-    spread_rows,
-    takes_padded,
-    valid_tokens,
-)
+from ..batch import PackedBatch, alone_without, as_batch, renumber, row_counts, row_sums, spread_rows, valid_tokens
 from ..checks import check, check_precise, check_tokens
 from ..specs import GroupStatistics
-
-Method = TypeVar("Method", bound=Callable[..., torch.Tensor])
-
-
-def of_logps(function: Method) -> Method:
-    """The function, which then takes log-probabilities ``[B, L]`` with a padded batch, too, and returns such."""
-    return takes_padded(examines(function), parameter_names(function))
+from .inputs import of_logps
 
 
 @of_logps

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,12 +32,18 @@ from .draws import key_of_places
 from .ratio_gate import GateInputs
 from .token_level import check_epsilons
 
-Method = TypeVar("Method", bound=Callable[..., GateInputs])
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def of_tokens(function: Method) -> Method:
-    """The function, which then takes tensors ``[B, L]`` with a padded batch, too, and returns such."""
+    """The function of :class:`GateInputs`, which then takes tensors ``[B, L]`` with a padded batch, too, and returns
+    such."""
     return takes_padded(examines(function), parameter_names(function), _padded)
+
+
+def of_logps(function: Method) -> Method:
+    """The same of a function that returns log-probabilities."""
+    return takes_padded(examines(function), parameter_names(function))
 
 
 def _padded(made: GateInputs, shape: tuple[int, int]) -> GateInputs:

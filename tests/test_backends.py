@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import functools
 import importlib
 import importlib.util
 import os
@@ -369,3 +370,28 @@ def test_other_threads_of_python_go_on_during_a_call():
     finally:
         ends.set()
         worker.join()
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVE if name != "triton"])
+def test_bindings_refuse_what_their_arrays_do_not_hold(name):
+    """The checks of Python come before them, but not for every caller."""
+    module, term, pair = importlib.import_module(f"hpo_core._{name}"), (0, 0, 1, 0.0, 0, False, 0, 0, 1.0), (0.0, 0.0)
+    for terms in ([], [term] * 9):
+        with pytest.raises(ValueError, match="terms: expected 1 to 8"):
+            module.GroupNormalisation(terms, 0, 0.0, 0.0)
+    rule, both = (0, 0, False, pair, pair), (False, False)
+    spec = functools.partial(module.PolicyLossSpec, 0, 0, 0, 0, False, both, both, pair, pair, 0.0, None)
+    with pytest.raises(ValueError, match="row_corrections: expected at most 2"):
+        spec(((rule, 0),) * 3)
+    level = (0, 0, 0, (0.0,) * 4, (0.0,) * 4, 0.0)
+    with pytest.raises(ValueError, match="levels: expected at most 4"):
+        module.Hierarchy(False, pair, pair, [level] * 5, None)
+    levels, fields = module.Hierarchy(False, pair, pair, [level], None), (None,) * len(module.inputs)
+    call = functools.partial(module.hierarchy, spec(()), levels, 0, 0, 0)
+    for given, outputs, tables, message in (
+        (fields[1:], (None,) * 4, (), "inputs: expected a PolicyLossInputs"),
+        (fields, (None,) * 3, (), "outputs: expected loss, metrics, grad and token_loss"),
+        (fields, (None,) * 4, (None,) * 2, "tables: expected sums, largest and aggregate_grad, or nothing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(given, outputs, None, 0, tables, 1)

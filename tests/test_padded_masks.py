@@ -52,6 +52,13 @@ def test_only_functions_of_steps_and_groups_refuse_a_mask():
     assert len(errors) - len(refused) > 70
 
 
+def test_a_nested_mask_is_refused():
+    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])
+    for call in (lambda: hpo.entropy.less_tokens(torch.ones(2, 3), nested), lambda: hpo.aggregation.token_mean(nested)):
+        with pytest.raises((TypeError, ValueError), match=r"^batch: "):
+            call()
+
+
 def test_every_function_with_a_batch_takes_a_mask():
     for name, function in public_functions():
         kind = inspect.signature(function).parameters.get("batch") if inspect.isfunction(function) else None

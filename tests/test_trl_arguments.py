@@ -359,7 +359,7 @@ def test_what_is_no_entropy_method_is_refused(extra, message, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["hpo.entropy.Selection", "Any", "Selection | None", hpo.entropy.Selection, None])
-def test_a_function_of_ones_own_may_say_of_its_result_what_it_likes(kind):
+def test_the_annotation_of_a_users_function_is_not_judged(kind):
     def own(entropy, batch):
         return hpo.entropy.aepo_ruc(entropy, batch)
 

@@ -198,7 +198,7 @@ def copo(
     check(0 <= sharpness < math.inf, "sharpness: expected a finite number >= 0, got {}", sharpness)
     if group_ids is not None:
         variant_ids = dense_ids(group_ids, variant_ids)
-    member = grouped(scorable(confidences, mask) & (torch.isfinite(rewards) | ~is_original), group_ids)
+    member = scorable(confidences, mask) & (torch.isfinite(rewards) | ~is_original)
     played = member & is_original
     own = grpo(rewards, group_ids, ddof=ddof, eps=eps, singleton=singleton, mask=played, backend=backend)
     of_original = statistics(own, variant_ids, mask=played, backend=backend).mean
@@ -207,9 +207,10 @@ def copo(
     alike = statistics(as_advantages(confidence, rewards, backend), variant_ids, mask=member, backend=backend)
     spread = alike.greatest - alike.least
     power = (sharpness * (confidence - alike.greatest) / spread).exp()  # at most 1, so that no sum overflows
-    mean = statistics(torch.where(spread > 1e-6, power, 1.0), variant_ids, mask=member, backend=backend).mean
-    factor = torch.where((alike.members == variants) & (spread > 1e-6), power / mean, 1.0)
-    return as_advantages(torch.where(member & (advantages != 0), advantages * factor, 0.0), rewards, backend)
+    differ = spread > 1e-6
+    mean = statistics(torch.where(differ, power, 1.0), variant_ids, mask=member, backend=backend).mean
+    factor = torch.where(differ & (alike.members == variants), power / mean, 1.0)
+    return as_advantages(torch.where(member, advantages * factor, 0.0), rewards, backend)
 
 
 @estimator(Provenance.PAPER, tables=True)

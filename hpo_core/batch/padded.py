@@ -54,7 +54,7 @@ def takes_padded(
     def run(*arguments: Any, **keywords: Any) -> Any:
         given = dict(zip(names, arguments, strict=False)) | keywords
         shape = _padded_shape(given.get("batch"))
-        if shape is None or len(given) < len(arguments) + len(keywords):  # arguments too many: Python says so
+        if shape is None or len(given) < len(arguments) + len(keywords):  # Python refuses the call
             return function(*arguments, **keywords)
         given = {name: one if name == "batch" else _examined(name, one) for name, one in given.items()}
         flat = [one if name == "batch" else _reshaped(one, shape, (-1,)) for name, one in given.items()]

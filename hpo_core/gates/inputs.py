@@ -42,7 +42,7 @@ def of_tokens(function: Method) -> Method:
 
 
 def of_logps(function: Method) -> Method:
-    """The same of a function that returns log-probabilities."""
+    """The same for a function that returns log-probabilities."""
     return takes_padded(examines(function), parameter_names(function))
 
 

@@ -82,6 +82,12 @@ def clamped_k3(logp: torch.Tensor, ref_logp: torch.Tensor) -> tuple[torch.Tensor
     return torch.where(above, logp.detach(), ref_logp), above
 
 
+def pushed_units(gate: RatioGate, advantages: torch.Tensor) -> torch.Tensor | None:
+    """The units whose advantage is not 0, as a mask for the metrics: trainers count no other token as clipped, and its
+    term is 0 either way. None under heads for which they count all."""
+    return advantages != 0 if gate.head is Head.LINEAR else None
+
+
 def token_loss(
     logp: torch.Tensor,
     old_logp: torch.Tensor | None,
@@ -104,9 +110,8 @@ def token_loss(
     ref, above = None if ref_logp is None else ref_logp.float(), None
     if clamp_k3 and ref is not None:
         ref, above = clamped_k3(logp, ref)
-    if gate.head is Head.LINEAR:
-        # For the metrics: no trainer counts a token whose advantage is 0 as clipped. Its term is 0 either way.
-        others, pushed = options.get("token_mask"), advantages != 0
+    others, pushed = options.get("token_mask"), pushed_units(gate, advantages)
+    if pushed is not None:
         if advantage_level == "row":
             pushed = spread_rows(pushed, batch, False).reshape(logp.shape)
         options["token_mask"] = pushed if others is None else pushed & others

@@ -120,7 +120,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         finally:
             self._scored, self.chord_sft_iterator = None, chord
         if self.gate is not None:
-            metrics.pop("clipping", None)  # of the loss_type, which the gate replaces
+            metrics.pop("clipping", None)  # the gate replaces the clip that this describes
         gate = self._described() if self.gate is None else self.gate
         rollout = grpo_batch.rollout_per_token_logps
         check_sampler(gate, rollout, "--use_vllm true, whose log-probabilities swift keeps")

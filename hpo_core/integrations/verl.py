@@ -33,9 +33,9 @@ from ..gates import RatioGate
 from ..kl import KLPenalty
 from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, Metrics
-from ..specs import Head, Unit
+from ..specs import Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
-from .micro_batch import fractions, padded_rows
+from .micro_batch import fractions, padded_rows, pushed_units
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator
 from .served import check_registered, check_unread
@@ -220,8 +220,7 @@ def _policy_loss(
         weights=weights,
         token_weight=rollout_is_weights,
         rollout_logp=micro_batch.rollout_logp if gate.reads_rollout else None,
-        # for the metrics: verl counts a token with advantage 0 as clipped only in cispo; its term is 0 either way
-        token_mask=advantages != 0 if gate.head is Head.LINEAR and selection is None else None,
+        token_mask=pushed_units(gate, advantages) if selection is None else None,
         gate_inputs=given,
         selection=selection,
         ref_logp=None if loss.kl is None else micro_batch.ref_logp,

@@ -122,9 +122,8 @@ def general_term(
         factor = torch.exp(torch.where(negative == 1, z, -z)).detach()
         through = -a * factor * (1 + z - z.detach())
         return torch.where(factor > number, _scored(-a * number, logp), through)
-    if head in (Head.LINEAR, Head.SCORE):
-        return policy_term(head, z, a, logp)
-    raise NotImplementedError(f"{head} has no term here")
+    assert head in (Head.LINEAR, Head.SCORE), "a head without a term"
+    return policy_term(head, z, a, logp)
 
 
 def penalty_of(term: TermSpec, x: torch.Tensor) -> torch.Tensor:

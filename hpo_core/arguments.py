@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat, TypeVar
 import torch
 import torch.distributed
 
-from .checks import check, check_precise, examined, is_traced, keeps_doubles, require_type
+from .checks import check, check_precise, examined, is_traced, keeps_doubles, require_type, shown
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tensor = torch.Tensor
@@ -133,9 +133,9 @@ def _run_examined(function: Any, arguments: tuple[Any, ...], keywords: dict[str,
 def _with_numbers(function: Any, given: dict[str, Any], message: str) -> str:
     """The message of an error. A message that names no argument of the function, but a part of its result,
     gets the numbers of the call in front: ``nft(floor=-1.0): head_numbers: expected ...``."""
-    numbers = ", ".join(f"{name}={value!r}" for name, value in given.items() if _are_numbers(value))
+    numbers = ", ".join(f"{name}={shown(value)!r}" for name, value in given.items() if _are_numbers(value))
     named = re.findall(r"\w+", message.partition(": ")[0])
-    if not numbers or not inspect.signature(function).parameters.keys().isdisjoint(named):
+    if not numbers or not (inspect.signature(function).parameters.keys() | given.keys()).isdisjoint(named):
         return message
     return f"{function.__name__}({numbers}): {message}"
 

@@ -35,13 +35,13 @@ def check(condition: bool, message: str, *values: object) -> None:
     """Raise ``ValueError`` unless ``condition``. ``message`` is formatted only on failure: a check that passes is
     cheap."""
     if not condition:
-        raise ValueError(message.format(*map(_shown, values)))
+        raise ValueError(message.format(*map(shown, values)))
 
 
 def require_type(condition: bool, message: str, *values: object) -> None:
     """Raise ``TypeError`` unless ``condition``."""
     if not condition:
-        raise TypeError(message.format(*map(_shown, values)))
+        raise TypeError(message.format(*map(shown, values)))
 
 
 class _Text(str):
@@ -56,7 +56,7 @@ class _Text(str):
 _LONGEST = 200  # characters of a value in a message
 
 
-def _shown(value: object) -> object:
+def shown(value: object) -> object:
     """A value as one short line of a message."""
     if isinstance(value, str | type):
         return value
@@ -186,7 +186,7 @@ def _tensor_meant(name: str, value: Any, meaning: str) -> str:
 
 def _unwrapped(name: str, tensor: Any, meaning: str) -> torch.Tensor:
     if not isinstance(tensor, Tensor):
-        got = _shown(tensor) if inspect.isroutine(tensor) else type(tensor)
+        got = shown(tensor) if inspect.isroutine(tensor) else type(tensor)
         raise TypeError(
             f"{name}: expected a tensor{meaning and ' ' + meaning}, got {got}{_tensor_meant(name, tensor, meaning)}"
         )

@@ -392,6 +392,16 @@ MUTANTS = {
         "sweeps.token_alike(blocks[i], leaves[i].gate)", "sweeps.token_alike(blocks[i], leaves[0].gate)",
         "test_hierarchy.test_a_short_leaf_has_the_bits_that_it_has_alone", {"name": "gspo", "masked": False},
     ),
+    "cpu: leaves that are settled later have the masks of those measured last": Mutant(
+        "cpu", "cpu/hierarchy_settle.h",
+        "if (plan.fills) sweeps.classify_masks(blocks[i], scratch);", "",
+        "test_hierarchy.test_a_short_leaf_has_the_bits_that_it_has_alone", {"name": "gspo", "masked": True},
+    ),
+    "cpu: leaves measured together have the masks of those before": Mutant(
+        "cpu", "cpu/hierarchy_blocks.h",
+        "std::fill_n(scratch.masked, 2, masked);", "",
+        "test_hierarchy.test_a_short_leaf_has_the_bits_that_it_has_alone", {"name": "gspo", "masked": True},
+    ),
     "cpu: short rows with advantages of tokens and of rows are taken for one kind": Mutant(
         "cpu", "cpu/hierarchy_settle.h",
         "&sweeps != &sweeps_of.at(blocks[0].row)", "false",

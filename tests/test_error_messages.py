@@ -119,6 +119,11 @@ ERRORS = [
     (lambda: hpo.advantages.grpo(ROWS, None, eps_mode=["add"]), r"eps_mode: expected one of add, .*, got \['add'\]"),
     (lambda: next(BATCH.micro_batches(4, ["row"])), r"whole: expected one of trajectory, .*, got \['row'\]"),
     (lambda: _loss(weights=ROWS.to_sparse()), r"weights: expected a dense tensor, .*; use weights\.to_dense"),
+    (
+        lambda: hpo.PackedBatch.from_lengths([1] * 500, group_ids=torch.zeros(3, dtype=torch.long)),
+        r"^group_ids: expected shape .* = \[500\], got \[3\]",
+    ),
+    (lambda: hpo.PackedBatch.from_lengths([2**62] * 500), r"^from_lengths\(lengths=\[(\d+, )+\d* \.\.\.\): cu_seq"),
     (lambda: BATCH.micro_batches("4"), "max_tokens: expected an integer, got '4'"),
     (lambda: gates.Clip(("a", "b")), r"clip: low: expected numbers, got \('a', 'b'\)"),
     (lambda: gates.Clip(0.8), r"clip: low: expected a pair \(advantage >= 0, advantage < 0\) of numbers, got 0\.8"),

@@ -224,7 +224,9 @@ def drawn_rows(lengths):
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("name", ["gspo", "fiberpo", "sums", "zeroed at once"])
 def test_a_short_leaf_has_the_bits_that_it_has_alone(name, masked, native_backends):
-    """The CPU settles sixteen at once; some are clipped, bent or empty, and one is the end of a long one."""
+    """The CPU measures 2,048 tokens at once and settles sixteen leaves, where no losses of tokens are asked for those of
+    several measurements; some are clipped, bent, empty, masked as a whole or not at all, and one is the end of a long
+    one."""
 
     def run(backend, data, rows):
         of_tokens, of_rows, kept = data
@@ -232,14 +234,18 @@ def test_a_short_leaf_has_the_bits_that_it_has_alone(name, masked, native_backen
         batch = hpo.PackedBatch.from_lengths([len(each) for each in kept[rows]], mask=mask)
         tensors = (*(torch.cat(each[rows]) for each in of_tokens), of_rows[0][rows], batch, GATES[name])
         logp, *given = testing.move(tensors, testing.device_of(backend))
-        weights = of_rows[1][rows].to(logp.device)
-        out = hpo.policy_loss(logp.requires_grad_(), *given, weights=weights, report=("tokens",), backend=backend)
+        options = {"weights": of_rows[1][rows].to(logp.device), "backend": backend}
+        out = hpo.policy_loss(logp.requires_grad_(), *given, **options, report=("tokens",))
         out.loss.backward()
-        return logp.grad.cpu(), out.tokens.cpu()
+        bare = hpo.policy_loss_and_grad(logp.detach(), *given, **options)
+        return logp.grad.cpu(), out.tokens.cpu(), bare.grad.cpu()
 
     for backend in native_backends:
-        lengths = tried(backend, [21, 1, 0, 5, 127, 3, 64, 130, 2, 2, 40] * 3 + [16384 + 30, 7, 7], [21, 1, 0, 40])
-        data = drawn_rows(lengths)
+        short = [21, 1, 0, 5, 127, 3, 64, 130, 2, 2, 40, 700, 1024, 1025, 1010] * 3
+        lengths = tried(backend, [*short, 9, 9, 9, 16384 + 30, 7, 7], [21, 1, 0, 40])
+        of_tokens, of_rows, kept = drawn_rows(lengths)
+        kept = [each if row % 4 else each >= row % 8 for row, each in enumerate(kept)]  # every fourth: all tokens or none
+        data = of_tokens, of_rows, kept
         together = run(backend, data, slice(None))
         alone = [run(backend, data, slice(row, row + 1)) for row in range(len(lengths))]
         for whole, parts in zip(together, zip(*alone, strict=True), strict=True):

@@ -8,6 +8,7 @@ namespace hpo::HPO_ISA {
 struct GateCounts {
   int32_t chosen = 0, below = 0, above = 0;
 
+  void add(const GateCounts& other) { chosen += other.chosen, below += other.below, above += other.above; }
   void add_to(double* slots) const {
     slots[kSelected] += positives(chosen) + negatives(chosen);
     slots[kClippedLowPositive] += positives(below);

@@ -192,15 +192,16 @@ void hierarchy(const PolicyLossArgs& caller_args, const GateStructure& structure
       parallel_for(leaves.tasks(), threads, [&](int64_t task) {
         Scratch scratch;
         Partial partial;
+        Settling settling(scratch, partial);
         measure_blocks(sweeps, task, scratch, partial,
                        [&](const Sweeps& of_row, const Block* blocks, int count, const LogRatios* sums, bool fast) {
-                         if (leaves.stands_alone(blocks[0].leaf))
-                           return settle(of_row, blocks, count, sums, fast, scratch, partial);
+                         if (leaves.stands_alone(blocks[0].leaf)) return settling.take(of_row, blocks, count, sums, fast);
                          for (int i = 0; i < count; ++i) {
                            space.log_ratios.at(task, blocks[i]) = sums[i];
                            space.fast.at(task, blocks[i]) = fast;
                          }
                        });
+        settling.flush();
         end_stores_past_caches();
         space.partials[task] = partial;
       });

@@ -119,9 +119,13 @@ struct Sweeps {
     return true;
   }
 
-  // Short blocks at once, if the fast path holds for all of them.
+  // Several blocks at once, if the fast path holds for all of them. Their masks are classified alike.
   bool measure_together(const Block* blocks, int count, Scratch& scratch, Partial& partial, LogRatios* sums) const {
-    const int64_t first = blocks[0].first / kGridOfLines * kGridOfLines;
+    const int64_t first = line_of(blocks[0]), end = blocks[count - 1].first + blocks[count - 1].tokens;
+    const bool whole = masked_tokens(call.args.mask, blocks[0].first, int(end - blocks[0].first)) == Masked::none;
+    const Masked masked = whole ? Masked::none : Masked::some;
+    std::fill_n(scratch.masked, 2, masked);  // a block lies in two tiles at most
+    const Call& here = calls.of(masked);
     Segments& segments = scratch.whole;
     segments.count = count;
     for (int i = 0; i < count; ++i) {
@@ -130,10 +134,10 @@ struct Sweeps {
     }
     for (int i = 0; i < count; ++i) {
       const Segment& segment = segments.list[i];
-      if (!has_ordinary_inputs(call, segment.row, first, segment.begin, segment.end)) return false;
+      if (!has_ordinary_inputs(here, segment.row, first, segment.begin, segment.end)) return false;
     }
     RowLogRatios log_ratios[kFewRows];
-    if (!plan.measure_fast(call.args, first, segments, plan.clip, scratch.tile, space.seen, partial, log_ratios)) return false;
+    if (!plan.measure_fast(here.args, first, segments, plan.clip, scratch.tile, space.seen, partial, log_ratios)) return false;
     for (int i = 0; i < count; ++i) sums[i] = by_channel(log_ratios[i]);
     return true;
   }
@@ -182,7 +186,8 @@ struct Sweeps {
     if (fast && call.args.entropy) add_entropies(call.args, block, partial);
     if (fast && plan.drops) {
       const GatedToken token = token_alike(block, leaf);
-      count_alike(block, token, token_value(row_coefficient(call.args, block.row), token.z), scratch, partial, result, flow);
+      count_alike(block, token, token_value(row_coefficient(call.args, block.row), token.z), scratch, partial, result, flow)
+          .add_to(partial.slots);
       if (!plan.fills_last) {
         classify_masks(block, scratch);
         write_alike(block, result.own_gradient, 0.0f, scratch);
@@ -276,22 +281,22 @@ struct Sweeps {
     return {leaf.z[sign], leaf.own[0][sign], leaf.slope[0][sign], 0.0f, leaf.below[sign], leaf.above[sign]};
   }
 
-  // The sums of such a block, and the gradient of a token's own path. value: the token_value of each.
-  void count_alike(const Block& block, const GatedToken& token, float value, const Scratch& scratch, Partial& partial,
-                   const BlockResult& result, Flow& flow) const {
+  // Adds the loss of such a block, sets the gradient of a token's own path, and returns the counts. value: the token_value of
+  // each.
+  GateCounts count_alike(const Block& block, const GatedToken& token, float value, const Scratch& scratch, Partial& partial,
+                         const BlockResult& result, Flow& flow) const {
     const bool negative = call.args.advantages[block.row] < 0.0f;
-    OpenCounts counts;
-    counts.present = plan.weighs ? scratch.weights.chosen : int32_t(result.log_ratios.valid);
-    counts.above = token.above & counts.present, counts.below = token.below & counts.present;
-    counts.add_to(partial.slots, kind_of(negative));
+    const int32_t present = plan.weighs ? scratch.weights.chosen : int32_t(result.log_ratios.valid);
     // Without weights the flows are multiples of one number, so that their sum has no order.
-    const double tokens = plan.weighs ? scratch.weights.total() : double(counts.present);
-    if (counts.present > 0) {  // else the coefficient has not been checked, and may be NaN
+    const double tokens = plan.weighs ? scratch.weights.total() : double(present);
+    if (present > 0) {  // else the coefficient has not been checked, and may be NaN
       partial.sums[kLossSum][0] += tokens * double(value);
       if (plan.carries) flow.past_token[0] = tokens * double(value * token.rising_step);
       if (plan.by_sign) flow.by_sign[negative] = tokens * double(value);
     }
     result.own_gradient = token.slope != 0.0f ? value * token.slope : 0.0f;
+    const int32_t chosen = present * kind_of(negative);
+    return {chosen, token.below & chosen, token.above & chosen};
   }
 
   // The gradient of the tokens of such a block. Tokens that no pre-gate clips share one, unless weights multiply the gradient

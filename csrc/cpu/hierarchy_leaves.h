@@ -154,6 +154,9 @@ constexpr int kGridOfBlock = 1;
 // No vector crosses a line of the cache, if tensors begin with a line.
 constexpr int kGridOfLines = kLine / sizeof(float);
 
+// The first token of the line in which a block begins.
+inline int64_t line_of(const Block& block) { return block.first / kGridOfLines * kGridOfLines; }
+
 // Calls body(tile, begin, end) for the tiles of a block: its tokens [begin, end) behind token `tile`, a multiple of `grid`.
 template <class Body>
 inline void for_each_tile_of(const Block& block, int grid, const Body& body) {
@@ -169,7 +172,7 @@ constexpr int kTilesOfBlock = kChunk / kTile + 1;
 // The same for stretches of successive tiles that are masked alike. Null: there is no mask.
 template <class Body>
 inline void for_each_stretch_of(const Block& block, const Masked* masked, const Body& body) {
-  const int64_t tile = block.first / kGridOfLines * kGridOfLines;
+  const int64_t tile = line_of(block);
   const int first = int(block.first - tile), end = first + int(block.tokens);
   if (!masked) return body(Masked::none, tile, first, end);
   for (int begin = first, stop; begin < end; begin = stop) {

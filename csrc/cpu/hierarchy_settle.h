@@ -44,10 +44,17 @@ inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const L
     }
     for (int i = 0; i < count; i += kWidth)
       store_lanes(token_value(load_lanes<Floats>(coefficients + i), load_lanes<Floats>(z + i)), values + i);
-    for (int i = 0; i < count; ++i)
-      sweeps.count_alike(blocks[i], tokens[i], values[i], scratch, partial, result(i), leaves[i].flow);
+    static_assert(2 * kChunk <= kNegative / 2, "the kinds of a task's tokens, fewer than 2 kChunk, have a sum");
+    GateCounts counts;
+    float aggregate_grads[kFewRows];
     for (int i = 0; i < count; ++i) {
-      sweeps.write_alike(blocks[i], leaves[i].own_gradient, aggregate_grad(i).rising, scratch);
+      counts.add(sweeps.count_alike(blocks[i], tokens[i], values[i], scratch, partial, result(i), leaves[i].flow));
+      aggregate_grads[i] = aggregate_grad(i).rising;
+    }
+    counts.add_to(partial.slots);
+    for (int i = 0; i < count; ++i) {
+      if (plan.fills) sweeps.classify_masks(blocks[i], scratch);
+      sweeps.write_alike(blocks[i], leaves[i].own_gradient, aggregate_grads[i], scratch);
       sweeps.write_token_losses(blocks[i], leaves[i].gate, scratch);
     }
     return;
@@ -65,6 +72,39 @@ inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const L
   }
 }
 
+// Settles blocks as they come. Those whose tokens are not read again wait for each other: the steps for one leaf alone take
+// twice as long.
+class Settling {
+ public:
+  Settling(Scratch& scratch, Partial& partial) : scratch_(scratch), partial_(partial) {}
+  Settling(const Settling&) = delete;
+
+  void take(const Sweeps& sweeps, const Block* blocks, int count, const LogRatios* sums, bool fast) {
+    if (!fast || !sweeps.plan.fills) {
+      flush();
+      return settle(sweeps, blocks, count, sums, fast, scratch_, partial_);
+    }
+    sweeps_ = &sweeps;  // one of the RowSweeps `fills` at most
+    for (int i = 0; i < count; ++i) {
+      if (count_ == kFewRows) flush();
+      blocks_[count_] = blocks[i], sums_[count_++] = sums[i];
+    }
+  }
+
+  void flush() {
+    if (count_ > 0) settle(*sweeps_, blocks_, count_, sums_, true, scratch_, partial_);
+    count_ = 0;
+  }
+
+ private:
+  Scratch& scratch_;
+  Partial& partial_;
+  const Sweeps* sweeps_ = nullptr;
+  int count_ = 0;
+  Block blocks_[kFewRows];
+  LogRatios sums_[kFewRows];
+};
+
 // A block under no level.
 inline void take_alone(const Sweeps& sweeps, const Block& block, Scratch& scratch, Partial& partial) {
   LogRatios sums = {};
@@ -73,7 +113,8 @@ inline void take_alone(const Sweeps& sweeps, const Block& block, Scratch& scratc
 }
 
 // Calls body(sweeps, blocks, count, sums, fast) for the blocks of a task behind their first sweep, of which all stand alone or
-// none. Short ones are measured together, because the work for a whole tile takes longer than that for their tokens.
+// none. Those of at most a tile are measured together, up to a kLongTile of tokens, because the work that comes once for each
+// sweep takes as long as that for some hundred tokens.
 template <class Body>
 inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& scratch, Partial& partial, const Body& body) {
   Block blocks[kFewRows];
@@ -89,7 +130,6 @@ inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& sc
     const Sweeps& sweeps = sweeps_of.at(blocks[0].row);
     LogRatios sums[kFewRows];
     if (count > 1 && sweeps.measure_together(blocks, count, scratch, partial, sums)) {
-      sweeps.classify_masks(blocks[0], scratch);  // the masks of all short blocks are classified alike
       body(sweeps, blocks, count, sums, sweeps.plan.stays_fast());
     } else {
       for (int i = 0; i < count; ++i) measure_one(sweeps, blocks[i]);
@@ -99,13 +139,13 @@ inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& sc
   leaves.for_each_block(task, [&](const Block& block) {
     const Sweeps& sweeps = sweeps_of.at(block.row);
     const bool ends_long_leaf = leaves.alone && !leaves.stands_alone(block.leaf);
-    if (block.tokens >= 2 * kWorthwhileRow || !sweeps.plan.measures_fast || sweeps.plan.weighs || ends_long_leaf) {
+    if (block.tokens > kTile || !sweeps.plan.measures_fast || sweeps.plan.weighs || ends_long_leaf) {
       flush();
       return measure_one(sweeps, block);
     }
     // The blocks that wait have one plan: rows whose tokens have advantages have another one than the rest.
-    if (count == kFewRows || (count > 0 && (&sweeps != &sweeps_of.at(blocks[0].row) ||
-                                            block.first + block.tokens - blocks[0].first > kTile - kGridOfLines)))
+    if (count == kFewRows ||
+        (count > 0 && (&sweeps != &sweeps_of.at(blocks[0].row) || block.first + block.tokens - line_of(blocks[0]) > kLongTile)))
       flush();
     blocks[count++] = block;
   });

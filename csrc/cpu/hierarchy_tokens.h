@@ -135,6 +135,7 @@ struct TokenPlan {
   bool opens;  // a fast-path tile may be under open gates: the token gate is a clip, and the loss A e^z
   bool weighs;  // tokens of fast-path blocks have weights or no policy term, see hierarchy_weights.h
   bool drops;  // the tokens of a leaf have one term
+  bool fills;  // and of a token nothing but its mask is read after the first sweep
   bool fills_last;  // the gradient of such tokens is written when that through aggregates is known
   bool keeps_ratios;  // the first sweep leaves e^x in the memory of the gradient, for tiles under open gates
   OpenLoops open_loops;
@@ -160,6 +161,7 @@ struct TokenPlan {
               call.structure.head == Head::linear && (!call.args.advantage_per_token || has_bounds_of_both_signs(hierarchy))),
         weighs(may_be_fast && (weighs_terms(call.args) || (opens && call.args.advantage_per_token))),
         drops(measures_fast && !call.args.advantage_per_token && term.drop && !term.split && term.one_for_all()),
+        fills(drops && as_they_are && !weighs && !call.args.ref_logp && !call.args.token_loss && !call.args.entropy),
         keeps_ratios(opens && call.args.grad && hierarchy.depth > 0 && as_they_are),
         open_loops(hierarchy.split, keeps_ratios, weighs),
         measure_fast() {

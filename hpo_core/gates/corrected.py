@@ -60,7 +60,7 @@ def tis(
     slime; fengyao.notion.site "off-policy-rl").
 
     Args:
-        ratio_cap: absolute, 2 as in verl; TRL takes 3.
+        ratio_cap: absolute, 2 as in verl; TRL takes 3. ``math.inf``: no bound, the plain importance weight.
         unit: None: per token. ``Unit.TRAJECTORY``: of the sum of d (``reduction`` MEAN: the geometric mean).
         gate: the gate that is corrected. Default: ``ppo_clip()``.
 
@@ -157,7 +157,8 @@ def opsm(log_delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
         log_delta: 0.5 as TRL's documentation suggests; the report gives none.
         gate: the gate whose tokens are masked. Default: ``ppo_clip()``.
 
-    Traps: the mask reads ``logp``, as a constant. ms-swift takes masked tokens out of the denominator, TRL does not.
+    Traps: the mask reads ``logp``, as a constant. Under ``bnpo`` ms-swift takes masked tokens out of the denominator;
+    TRL does not.
 
     >>> opsm().corrections[0].low
     (-inf, -0.5)

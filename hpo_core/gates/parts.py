@@ -251,6 +251,8 @@ class Correction(Short):
         unit: whose segments; None: the token itself. The factor of a token in none of them, as between steps, is 1.
         channel: between which policies. The discrepancy needs ``rollout_logp``; in the total ``old_logp`` stands for it
             where it is missing.
+        statistic: ``PROBABILITY`` and ``BINARY_KL`` have the sign of the difference, so a bound of their size is two
+            bounds, and their mean over a segment is no mean of sizes.
         strict: a statistic on a bound is outside.
     """
 

@@ -208,7 +208,7 @@ struct Sweeps {
 
   void finish_closed(const Block& block, const LeafGate& leaf, bool fast, Scratch& scratch, Partial& partial,
                      Flow& flow) const {
-    FlowLanes lanes;
+    FlowLanes lanes(plan);
     const BlockGate gate = {plan, leaf, block.row, scratch.terms, lanes};
     if (fast) write_token_losses(block, leaf, scratch);
     for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
@@ -227,13 +227,13 @@ struct Sweeps {
         add_own_penalty(call, plan.term, at, n, block.row, scratch.tile, grad, token_loss, partial);
       }
     });
-    if (plan.carries) flow = lanes.total(plan.hierarchy.split, plan.by_sign);
+    lanes.put_into(flow);
   }
 
   // The losses of a fast-path block's tokens, in a pass of their own that changes no bit of the sums and the gradient.
   void write_token_losses(const Block& block, const LeafGate& leaf, Scratch& scratch) const {
     if (!call.args.token_loss) return;
-    FlowLanes lanes;  // not read
+    FlowLanes lanes(plan);  // not read
     const BlockGate gate = {plan, leaf, block.row, scratch.terms, lanes};
     for_each_tile_of(block, kGridOfBlock, [&](int64_t at, int, int n) {
       scratch.whole.set(block.row, 0, n);

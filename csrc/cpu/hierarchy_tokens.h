@@ -210,15 +210,22 @@ inline void load_bounds(const Call& call, const TokenBounds& bounds, int64_t fir
   }
 }
 
-// Lanes by the position inside the leaf.
+// Lanes by the position inside the leaf, by channel and by sign. Those that the plan does not use are neither cleared nor added
+// up, which would take as long as the tokens of a short leaf.
 struct FlowLanes {
-  double by_sign[2][kLanes] = {}, past_token[2][kLanes] = {};
+  const int channels, signs;  // in use
+  double past_token[2][kLanes], by_sign[2][kLanes];
 
-  Flow total(bool split, bool with_signs) {
-    Flow flow = {};
-    for (int i = 0; i <= split; ++i) flow.past_token[i] = sum_halves(past_token[i]);
-    for (int i = 0; with_signs && i < 2; ++i) flow.by_sign[i] = sum_halves(by_sign[i]);
-    return flow;
+  explicit FlowLanes(const TokenPlan& plan)
+      : channels(plan.carries ? 1 + plan.hierarchy.split : 0), signs(plan.by_sign ? 2 : 0) {
+    for (int i = 0; i < channels; ++i) std::fill_n(past_token[i], kLanes, 0.0);
+    for (int i = 0; i < signs; ++i) std::fill_n(by_sign[i], kLanes, 0.0);
+  }
+
+  // A Flow as the result would be copied as one vector right behind its numbers, which waits for all of them.
+  void put_into(Flow& flow) const {
+    for (int i = 0; i < channels; ++i) flow.past_token[i] = sum_halves(past_token[i]);
+    for (int i = 0; i < signs; ++i) flow.by_sign[i] = sum_halves(by_sign[i]);
   }
 };
 
@@ -279,7 +286,7 @@ struct BlockGate {
   }
 
   void add_past_token(int n) const {
-    for (int i = 0; i <= plan.hierarchy.split; ++i) add(terms.past_token[i], n, lanes.past_token[i]);
+    for (int i = 0; i < lanes.channels; ++i) add(terms.past_token[i], n, lanes.past_token[i]);
   }
 
   // n equal floats sum to n a exactly in doubles: where tokens drop their residual, a constant a comes back from the mean to

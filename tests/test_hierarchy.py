@@ -224,9 +224,8 @@ def drawn_rows(lengths):
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("name", ["gspo", "fiberpo", "sums", "zeroed at once"])
 def test_a_short_leaf_has_the_bits_that_it_has_alone(name, masked, native_backends):
-    """The CPU measures 2,048 tokens at once and settles sixteen leaves, where no losses of tokens are asked for those of
-    several measurements; some are clipped, bent, empty, masked as a whole or not at all, and one is the end of a long
-    one."""
+    """The CPU measures 2,048 tokens at once and settles sixteen leaves; without losses of tokens these may have been
+    measured at different times. Some are clipped, bent, empty, masked as a whole or not at all, one ends a long one."""
 
     def run(backend, data, rows):
         of_tokens, of_rows, kept = data
@@ -244,7 +243,7 @@ def test_a_short_leaf_has_the_bits_that_it_has_alone(name, masked, native_backen
         short = [21, 1, 0, 5, 127, 3, 64, 130, 2, 2, 40, 700, 1024, 1025, 1010] * 3
         lengths = tried(backend, [*short, 9, 9, 9, 16384 + 30, 7, 7], [21, 1, 0, 40])
         of_tokens, of_rows, kept = drawn_rows(lengths)
-        kept = [each if row % 4 else each >= row % 8 for row, each in enumerate(kept)]  # every fourth: all tokens or none
+        kept = [each if row % 4 else each >= row % 8 for row, each in enumerate(kept)]  # of every fourth all or none
         data = of_tokens, of_rows, kept
         together = run(backend, data, slice(None))
         alone = [run(backend, data, slice(row, row + 1)) for row in range(len(lengths))]

@@ -63,6 +63,9 @@ def resident(registers: int, shared: int, warps: int, target: int) -> int:
     return min(by_registers, device.warps // warps, by_shared, 32)
 
 
+HELD = {"sweep<0, 0>": 4, "sweep<1, 0>": 3, **{f"sweep_leaves<0, 0, {gate}>": 3 for gate in (0, 1, 3)}}  # other sweeps: 2
+
+
 def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:
     """Blocks of a launch over rows of ROW tokens, each a leaf, as csrc/cuda asks for them; None: of another op."""
     name, rows = kernel.name.partition("<")[0], tokens // ROW
@@ -73,9 +76,8 @@ def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:
     }.get(name)  # fmt: skip
     if threads is None:
         return None
-    three = kernel.name in ("sweep<1, 0>", *(f"sweep_leaves<0, 0, {gate}>" for gate in (0, 1, 3)))
-    most = 396 if three else 512  # kBlocksOfThree, kMaxBlocks
-    wanted = min(most, max(1, -(-threads // 256)))
+    most = 132 * (HELD.get(kernel.name, 2) if name in ("sweep", "sweep_leaves") else 4)  # blocks_at_once
+    wanted = min(512, most, max(1, -(-threads // 256)))
     if name not in ("prepare_leaves", "prepare_settled", "deliver_gradient", "correct_tokens"):
         return wanted
     together = resident(kernel.registers, kernel.shared, 8, target) * DEVICES[target].processors * 3 // 4

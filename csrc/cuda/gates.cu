@@ -125,8 +125,7 @@ __device__ __forceinline__ void sweep_block(const Call& call, int block, int blo
   store_block(totals, warps, events, call.partials + block * kMetrics);
 }
 
-// Blocks that a multiprocessor holds with as many registers as spill nothing. All 512 run at once where four fit into each of
-// 132 multiprocessors.
+// Blocks that a multiprocessor holds with as many registers as spill nothing.
 constexpr int blocks_that_sweep(bool reference, int extras) { return extras != kNoExtras ? 2 : (reference ? 3 : 4); }
 
 template <bool REFERENCE, int EXTRAS>
@@ -146,17 +145,18 @@ __global__ void __launch_bounds__(kThreads, blocks_that_sweep(REFERENCE, EXTRAS)
 
 // ----------------------------------------------------------------------------------------------------------------- host
 
+template <bool REFERENCE, int EXTRAS>
+void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
+  constexpr int MOST = blocks_at_once(blocks_that_sweep(REFERENCE, EXTRAS));
+  HPO_LAUNCH((sweep<REFERENCE, EXTRAS>), dim3(std::min(blocks, MOST)), dim3(kThreads), 0, stream, call);
+}
+
 template <bool REFERENCE>
 void launch_sweep(const Call& call, int blocks, cudaStream_t stream) {
-  constexpr bool THREE = blocks_that_sweep(REFERENCE, kNoExtras) == 3;
-  const int extras = call.gate.extras();
-  if (extras == kCorrected) {
-    HPO_LAUNCH((sweep<REFERENCE, kCorrected>), dim3(blocks), dim3(kThreads), 0, stream, call);
-  } else if (extras == kExtras) {
-    HPO_LAUNCH((sweep<REFERENCE, kExtras>), dim3(blocks), dim3(kThreads), 0, stream, call);
-  } else {
-    HPO_LAUNCH((sweep<REFERENCE, kNoExtras>), dim3(THREE ? std::min(blocks, kBlocksOfThree) : blocks), dim3(kThreads), 0,
-               stream, call);
+  switch (call.gate.extras()) {
+    case kCorrected: return launch_sweep<REFERENCE, kCorrected>(call, blocks, stream);
+    case kExtras: return launch_sweep<REFERENCE, kExtras>(call, blocks, stream);
+    default: return launch_sweep<REFERENCE, kNoExtras>(call, blocks, stream);
   }
 }
 

@@ -11,10 +11,10 @@ namespace hpo {
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int64_t kMaxBlocks = 512;
 
-// The blocks of a sweep of which a multiprocessor holds three: on 132 multiprocessors all of them run at once, and more would
-// run by themselves after them, for as long as the others. The number is no property of the device, because sums are added up
-// block by block.
-constexpr int kBlocksOfThree = 396;
+// The most blocks of a sweep of which a multiprocessor holds `held`: on 132 multiprocessors all of them run at once, and more
+// would run by themselves after them, for as long as the others. The number is no property of the device, because sums are
+// added up block by block.
+constexpr int blocks_at_once(int held) { return std::min(int(kMaxBlocks), 132 * held); }
 
 // A block for each of `count`, or fewer that take several.
 inline dim3 blocks_of(int64_t count) { return dim3(unsigned(std::min(count, int64_t(1) << 16))); }

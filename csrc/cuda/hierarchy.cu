@@ -78,8 +78,7 @@ void launch_sums_of_settled(Call& call, int64_t threads, cudaStream_t stream) {
 // The blocks of the sweep are the same whether it is a launch by itself or not, and so is the order of its sums.
 template <bool REFERENCE, int EXTRAS, int GATE>
 void launch_sweep(Call& call, const LaunchPlan& plan, cudaStream_t stream) {
-  constexpr bool LIGHT = is_light(REFERENCE, EXTRAS, GATE);
-  const int blocks = std::min(blocks_for(plan.swept), LIGHT ? kBlocksOfThree : int(kMaxBlocks));
+  const int blocks = std::min(blocks_for(plan.swept), blocks_at_once(blocks_that_sweep(REFERENCE, EXTRAS, GATE)));
   const bool may_hold_sums =
       GATE == kSettledGate ? call.summed == kLogRatio && !call.balanced : GATE == kTermGate && call.hierarchy.depth == 0;
   call.together = (may_hold_sums || (call.carries && GATE != kSettledGate)) && call.hierarchy.stage == Stage::whole &&

@@ -189,11 +189,13 @@ __device__ __forceinline__ void store_tile_grads(const Call& call, const LevelCh
   raise(call.workspace.largest + level_channel.at(call, work.unit.leaf), uint64_t(magnitude_of(mine)));
 }
 
-// Whether three blocks fit on a multiprocessor without spilled registers; else two do.
-constexpr bool is_light(bool reference, int extras, int gate) { return !reference && extras == kNoExtras && gate != kTermGate; }
+// Blocks that a multiprocessor holds with as many registers as spill nothing.
+constexpr int blocks_that_sweep(bool reference, int extras, int gate) {
+  return !reference && extras == kNoExtras && gate != kTermGate ? 3 : 2;
+}
 
 template <bool REFERENCE, int EXTRAS, int GATE>
-__global__ void __launch_bounds__(kThreads, is_light(REFERENCE, EXTRAS, GATE) ? 3 : 2) sweep_leaves(const Call call) {
+__global__ void __launch_bounds__(kThreads, blocks_that_sweep(REFERENCE, EXTRAS, GATE)) sweep_leaves(const Call call) {
   HPO_SHARED(double, warps, [kWarps * kPlaces]);
   HPO_SHARED(int, events, [kMetrics]);
   HPO_SHARED(Leaves, leaves, );

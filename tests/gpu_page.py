@@ -63,7 +63,8 @@ def resident(registers: int, shared: int, warps: int, target: int) -> int:
     return min(by_registers, device.warps // warps, by_shared, 32)
 
 
-HELD = {"sweep<0, 0>": 4, "sweep<1, 0>": 3, **{f"sweep_leaves<0, 0, {gate}>": 3 for gate in (0, 1, 3)}}  # other sweeps: 2
+# Blocks that a multiprocessor is to hold; of other sweeps two.
+HELD = {"sweep<0, 0>": 4, "sweep<1, 0>": 3, **{f"sweep_leaves<0, 0, {gate}>": 3 for gate in (0, 1, 3)}}
 
 
 def blocks_of(kernel: Kernel, tokens: int, target: int) -> int | None:

@@ -18,7 +18,7 @@ KEEP = 0.2
 
 
 def entropies(rows: int, length: int) -> tuple[torch.Tensor, hpo.PackedBatch]:
-    """``[B, L]`` without two equal values to speak of, all valid, and the batch of the rows end to end."""
+    """``[B, L]`` with few equal values (float32 has 24 bits), all valid, and the batch of the rows end to end."""
     entropy = torch.rand(rows, length, generator=torch.Generator().manual_seed(0)).mul_(5)
     return entropy, hpo.PackedBatch(torch.arange(rows + 1) * length)
 
@@ -30,7 +30,7 @@ def selection_case(*, rows: int, length: int, full: bool, backend: str | None) -
     entropy, batch = entropies(rows, length)
     flat, mask = entropy.flatten(), torch.ones_like(entropy, dtype=torch.bool)
     window = hpo.entropy.forking_tokens(Fraction(str(KEEP)))
-    read, written = flat.view(torch.float32), torch.empty_like(flat, dtype=torch.bool).view(torch.int8)
+    read, written = flat, torch.empty_like(flat, dtype=torch.bool).view(torch.int8)
 
     def ours() -> Tensors:
         state, mask = window.fit_apply(flat, batch, backend=backend)

@@ -403,7 +403,7 @@ def as_constant(
             check_dtype(name, tensor, (dtype,), f"use {name}.{'bool' if dtype == torch.bool else 'float'}()")
         if name in _MEASURED and not tensor.is_floating_point():
             check_dtype(name, tensor, (dtype,), _IDS)
-        if tensor.dtype in (torch.float16, torch.bfloat16) and name in _PRECISE:
+        if tensor.is_floating_point() and tensor.dtype.itemsize < 4 and name in _PRECISE:
             raise TypeError(f"{name}: expected float32, got {dtype_name(tensor.dtype)}; {_PRECISE[name]}")
         tensor = tensor.to(dtype)
     return tensor.contiguous()

@@ -13,6 +13,7 @@ from .backends import is_reference, resolve
 from .batch import PackedBatch
 from .gates import Channel, Correction, RatioGate
 from .metrics import Metrics, is_debugging, observed
+from .reference.segments import doubles
 from .segment_exchange import reduce_over_ranks
 from .specs import MOST_ROW_CORRECTIONS, PolicyLossInputs, PolicyLossSpec, Unit
 
@@ -150,7 +151,7 @@ def _observed(
         token_mask=kept.contiguous(),
     )  # fmt: skip
     if is_reference(read.logp, backend):
-        vector = resolve("gates", read.logp, backend).policy_loss(inputs, _OBSERVER)[1]
+        vector = resolve("gates", read.logp, backend).policy_loss(doubles(inputs), _OBSERVER)[1]
     else:
         vector = ops.policy_loss(inputs, _OBSERVER, backend, False)[1]
     return observed(vector, process_group, {} if is_debugging() else None)

@@ -8,20 +8,24 @@ finds the same bits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
 from . import ops
+from .backends import untraced
 from .batch import PackedBatch
 from .checks import check, require_type
 
 # All of them: a caller refuses a dtype in words of its own, on every rank alike.
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _FORM = 5  # numbers that describe a rank's tensor: length, place of its dtype, dimensions, and two more sizes
+
+T = TypeVar("T")
 
 _GROUP: ContextVar[ProcessGroup | None] = ContextVar("hpo_core_ranks", default=None)
 
@@ -35,6 +39,22 @@ def spanned(group: ProcessGroup) -> Iterator[None]:
         yield
     finally:
         _GROUP.reset(token)
+
+
+def spanning(group: ProcessGroup | None, compute: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    """``compute`` of these arguments, whose groups span the ranks of the process group, if there is one.
+
+    Dynamo skips such a call. After a graph break it would compile the functions inside, and compiled code knows no
+    ranks: each would compute the statistics of its own units.
+    """
+    if group is None:
+        return compute(*arguments, **keywords)
+    return cast(T, untraced(_spanning)(group, compute, arguments, keywords))
+
+
+def _spanning(group: ProcessGroup, compute: Callable[..., T], arguments: Any, keywords: Any) -> T:
+    with spanned(group):
+        return compute(*arguments, **keywords)
 
 
 def ranks() -> ProcessGroup | None:

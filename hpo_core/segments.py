@@ -43,7 +43,7 @@ def statistics(
     mask: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> GroupStatistics:
-    """Statistics of the group of every unit.
+    """Statistics of the group of every unit, without a gradient.
 
     Args:
         values: ``[U]`` floating point; a unit with a value that is not finite is no member.
@@ -75,7 +75,7 @@ def recurrence(
 
     Discounted returns are the recurrence of rewards with the gain gamma, GAE advantages the recurrence of temporal
     differences with the gain ``gamma lambda``. A gain of 0 ends a segment, but NaN and infinity pass it and spread to
-    the start of their row.
+    the start of their row. The result has no gradient.
 
     Args:
         values, gains: ``[U]`` floating point; gains in float64 are not rounded.
@@ -133,7 +133,7 @@ def _id_of(name: str | bytes | int) -> int:
         content = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else name
         return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
     message = "names: expected strings, bytes or integers, got {!r}; pass str(name), or tobytes() of an array"
-    require_type(isinstance(name, Integral), message, name)  # NumPy's, too
+    require_type(isinstance(name, Integral) and not isinstance(name, bool), message, name)  # NumPy's, too
     check(-(2**63) <= name < 2**63, "names: expected integers of 64 bits with a sign, got {}; pass str(name)", name)
     return int(name)
 

@@ -394,7 +394,7 @@ MUTANTS = {
     ),
     "cpu: leaves that are settled later have the masks of those measured last": Mutant(
         "cpu", "cpu/hierarchy_settle.h",
-        "if (plan.fills) sweeps.classify_masks(blocks[i], scratch);", "",
+        "plan.fills ? of_waiting : scratch.masked", "scratch.masked",
         "test_hierarchy.test_a_short_leaf_has_the_bits_that_it_has_alone", {"name": "gspo", "masked": True},
     ),
     "cpu: leaves measured together have the masks of those before": Mutant(

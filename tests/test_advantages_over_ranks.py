@@ -233,6 +233,31 @@ def test_every_estimator_that_takes_tables_is_tried():
     assert {name for name, each in estimators.items() if getattr(each, "tables", False)} <= TABLES.keys()
 
 
+def eager_and_compiled(rank):
+    """The results of functions whose groups span ranks, of calls that Dynamo does not see and of those that it does."""
+    rewards, ids, world = torch.tensor([[1.0, 0.0], [3.0, 8.0]])[rank], torch.tensor([0, 0]), dist.group.WORLD
+    batch = hpo.PackedBatch.from_lengths([2], group_ids=torch.tensor([0]))
+    calls = (
+        lambda: over_ranks(advantages.grpo, tables=True)(rewards, ids),
+        lambda: over_ranks(advantages.rloo, tables=True)(rewards, ids),
+        lambda: entropy.fit_scopes(rewards, process_group=world).mean,
+        lambda: torch.cat(entropy.fit_pivot(rewards + 0.1, batch, process_group=world)),
+        lambda: entropy.covariance(-rewards, rewards[:1], batch, process_group=world),
+        lambda: entropy.ares_difficulty(rewards > 0.5, ids, process_group=world),
+        lambda: entropy.hicra_tokens(rewards, rewards[:1], batch, process_group=world),
+    )
+    return [(call(), torch.compile(call, backend="eager")()) for call in calls]
+
+
+def test_compiled_code_leaves_calls_over_ranks_their_ranks():
+    found = on_ranks(2, eager_and_compiled)
+    for results in found:
+        for eager, compiled in results:
+            assert torch.equal(eager, compiled)
+    (grpo, _), _, (mean, _), *_ = found[0]
+    assert mean == 3 and grpo.max() < 0  # of all four rewards
+
+
 def test_tables_say_the_same_on_every_rank(ranks):
     found, _ = ranks
     got = torch.cat([each["far from 0, tables"] for each in found])

@@ -134,6 +134,28 @@ def test_rejections_act_beside_any_gate(gate, areal, monkeypatch):
     assert (factor[batch.mask] == 0).any()
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_a_rejection_does_not_part_a_turn(packed, areal, monkeypatch):
+    monkeypatch.setenv("HPO_GATE", "step_gspo(0.02, 0.03)")
+    made = importlib.import_module("areal.api.cli_args").RejectionSamplingConfig(**REJECTIONS["tokens"])
+    parts, module, batch = integration("micro_batch"), integration("areal"), Batch()
+    steps = []
+
+    def kept(rows):
+        def make(*arguments, **keywords):
+            made = rows(*arguments, **keywords)
+            steps.append(made.num_steps)
+            return made
+
+        return make
+
+    for name in ("padded_rows", "packed_rows"):
+        monkeypatch.setattr(module, name, kept(getattr(parts, name)))
+    for settings in (CLIP, {**CLIP, "rejection_sampling": made}):
+        gradient(call(module.grpo_loss_fn, batch, packed, settings), batch.logp)
+    assert steps[0] == steps[1]
+
+
 def test_equals_areal_with_m2po(areal):
     assert compared(areal, Batch(), True, {**CLIP, "m2_threshold": 0.02}).abs().max() > 0
 

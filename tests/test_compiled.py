@@ -184,10 +184,13 @@ class _Loss(torch.nn.Module):
         return hpo.policy_loss(logp, None, advantages, batch).loss
 
 
-def test_exported_sizes_have_no_bounds():
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_sizes_have_no_bounds(strict):
     tokens, rows = torch.export.Dim("tokens", min=2), torch.export.Dim("rows", min=2)
     given = torch.zeros(9), torch.ones(3), torch.tensor([0, 4, 6, 9])
-    exported = torch.export.export(_Loss(), given, dynamic_shapes=({0: tokens}, {0: rows}, {0: rows + 1}))
+    exported = torch.export.export(
+        _Loss(), given, dynamic_shapes=({0: tokens}, {0: rows}, {0: rows + 1}), strict=strict
+    )
     assert exported.module()(torch.zeros(5), torch.ones(2), torch.tensor([0, 1, 5])) == -1
 
 

@@ -469,3 +469,17 @@ def test_advantages_of_tokens_choose_the_bounds_of_their_segment(native_backends
     for backend in ("reference", *native_backends):
         got = factors(backend, pairs, clamp, advantages=advantages, advantage_per_token=True)
         assert got.tolist() == pytest.approx(expected, rel=1e-6), backend
+
+
+def test_the_reference_corrects_in_float64():
+    """Whatever the dtype of the log-probabilities, also beside the loss and in the metrics of a correction."""
+    draw, tokens = torch.Generator().manual_seed(0), 200_000
+    old = -3 * torch.rand(tokens, generator=draw)
+    rollout = old - 1e-5 * torch.rand(tokens, generator=draw)
+    u = old.double() - rollout.double()
+    batch = hpo.PackedBatch.from_lengths([tokens], trajectory_ids=torch.tensor([0]))
+    options = {"weights": torch.full((1,), 1 / tokens), "rollout_logp": rollout, "report": ("corrections",)}
+    gate = gates.tis(1e9, Unit.TRAJECTORY)
+    out = hpo.policy_loss(old, old, torch.ones(1), batch, gate, backend="reference", **options)
+    assert -out.loss.item() == pytest.approx(u.sum().exp().item(), rel=1e-6)
+    assert out.corrections[0].compute()["kl_old_k3"] == pytest.approx((u.expm1() - u).mean().item(), rel=1e-6)

@@ -174,6 +174,20 @@ ERRORS = [
         lambda: _valid_but("torch.ops.hpo_core.correction", bounds=[0.0, 1.0]),
         "bounds: expected low and high of both signs, got 2 numbers",
     ),
+    (lambda: gates.opsm(-0.5), r"log_delta: expected a log-ratio >= 0, got -0\.5"),
+    (lambda: gates.opmd(math.inf), "tau: expected a finite number >= 0, got inf"),
+    (
+        lambda: gates.RatioGate("mine", IDENTITY, penalty_coefficient=0.1),
+        "penalty_coefficient: without a penalty it does nothing, got 0.1",
+    ),
+    (lambda: gates.RatioGate("mine", IDENTITY, needs=(("target",),)), "needs: expected pairs of a field of GateInputs"),
+    (lambda: gates.RatioGate("mine", IDENTITY, needs=((),)), "needs: expected pairs of a field of GateInputs"),
+    (lambda: gates.RatioGate("mine", IDENTITY, needs=(("bounds", "f"),)), "needs: the token gate has no bounds"),
+    (lambda: hpo.segments.ids_of([True]), "names: expected strings, bytes or integers, got True"),
+    *(
+        (lambda at=at: hpo.PackedBatch.from_lengths([4], 8, steps=torch.tensor([[0, 4], [at, at]])), "steps: expected")
+        for at in (6, 9)
+    ),
     (lambda: gates.tis(0), "ratio_cap: expected an absolute ratio > 0 or None, got 0"),
     (lambda: gates.dapo(eps_high=HUGE), "eps_high: expected a number that a float holds, got one beyond"),
     (lambda: gates.vespo(k=(1.0, HUGE)), r"k\[1\]: expected a number that a float holds"),

@@ -215,7 +215,7 @@ def test_the_shaping_of_icpo_is_above_0(shaping):
 
 def test_numbers_of_losses_are_in_their_range():
     for run, message in (
-        (lambda: gates.opmd(-0.1), "tau: expected a number >= 0, got -0.1"),
+        (lambda: gates.opmd(-0.1), "tau: expected a finite number >= 0, got -0.1"),
         (lambda: _fipo_weight(half_life=0.0), "half_life: expected a number above 0, got 0.0"),
         (lambda: _fipo_weight(ratio_unsafe=-1.0), "ratio_unsafe: expected a number above 0, got -1.0"),
     ):

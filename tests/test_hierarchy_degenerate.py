@@ -44,6 +44,30 @@ def test_a_group_of_one_trajectory_leaves_no_residual(backend):
     torch.testing.assert_close(results[0].loss, results[1].loss)
 
 
+@pytest.mark.parametrize("aggregate", [Aggregate.MEAN, Aggregate.BALANCED], ids=["mean", "balanced"])
+def test_an_empty_range_with_the_name_of_a_step_changes_nothing(aggregate, backend):
+    """It lies in a row of another trajectory, or behind the row that it ends."""
+
+    def run(ranges, names):
+        steps, step_ids = torch.tensor(ranges), torch.tensor(names)
+        ids = {"trajectory_ids": torch.tensor([0, 1, 0]), "steps": steps, "step_ids": step_ids}
+        batch = hpo.PackedBatch.from_lengths([3, 3, 2], **ids)
+        coarse = Level(Tanh(0.2), aggregate=aggregate)
+        gate = RatioGate("steps", SMALL, (Level(Identity(), unit=STEP), coarse))
+        x, old = torch.tensor([0.3, 0.1, -0.2, 0.4, 0.2, 0.1, 0.5, -0.1]).requires_grad_(), torch.zeros(8)
+        advantages = torch.tensor([1.0, -1.0, 1.0])
+        report = ("levels",) if aggregate is Aggregate.MEAN else ()
+        out = hpo.policy_loss(x, old, advantages, batch, gate, report=report, backend=backend)
+        return out.levels and out.levels.table, bits(torch.autograd.grad(out.loss, x)[0]), bits(out.loss)
+
+    table, *expected = run([[0, 3], [3, 5], [5, 6], [6, 8]], [4, 8, 9, 7])
+    in_another = run([[0, 3], [3, 3], [3, 5], [5, 6], [6, 8]], [4, 7, 8, 9, 7])
+    behind = run([[0, 3], [3, 5], [5, 6], [6, 6], [6, 8]], [4, 8, 9, 9, 7])
+    for of_levels, *found in (in_another, behind):
+        assert found == expected
+        assert table is None or torch.allclose(of_levels, table, rtol=1e-12, atol=1e-12)
+
+
 def test_rows_in_no_group_stand_alone(backend):
     ids = (torch.tensor([-1, -1, 3]), torch.tensor([0, 1, 2]))
     gate = RatioGate("group", SMALL, levels((Rollback((0.01, 0.01), 1.0), GROUP)))

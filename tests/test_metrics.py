@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hpo_core as hpo
 from hpo_core import gates, kl, testing
@@ -279,6 +280,15 @@ def test_debug_mode_asks_no_token_that_does_not_count(monkeypatch):
     # A gate on tokens reads what lies between steps.
     with pytest.raises(ValueError, match=r"^logp, old_logp: .* got 1, 1 valid tokens"):
         hpo.policy_loss(logp, logp, torch.tensor([1.0, -1.0]), batch)
+
+
+def test_debug_mode_asks_fake_tensors_for_no_number(monkeypatch):
+    monkeypatch.setattr(hpo.metrics, "_DEBUG", True)
+    with FakeTensorMode():
+        batch = hpo.PackedBatch(torch.zeros(3, dtype=torch.int64), total_tokens=5, validate=False)
+        values = torch.zeros(5)
+        assert hpo.policy_loss(values, None, torch.ones(2), batch).loss.shape == ()
+        assert hpo.value_loss(values, torch.zeros(5), batch).loss.shape == ()
 
 
 def test_debug_mode_leaves_errors_their_names(monkeypatch):

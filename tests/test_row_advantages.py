@@ -90,3 +90,31 @@ def test_tokens_clipped_under_levels_are_counted_by_sign(backend):
     assert [slots[f"clipped_{side}"] for side in SIDES] == [1, 1, 2, 2] and slots["selected"] == 8
     assert float(out.loss) == pytest.approx(2 * (math.exp(0.2) + math.exp(-0.2)) - 4)
     assert out.grad.tolist() == [0, 0, 0, 0, -3, 0, 0, -1]
+
+
+@pytest.mark.parametrize("name", ["open", "fiberpo"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_row_has_its_bits_behind_one_with_a_bad_advantage(name, bad, backend):
+    """The CPU gathers weights for rows whose tokens have several advantages, and not for those of one."""
+    lengths, draw = ([500, 3000] if backend == "cpu" else [40, 70]), torch.Generator().manual_seed(0)
+    tokens = sum(lengths)
+    gate = (
+        gates.fiberpo()
+        if name == "fiberpo"
+        else gates.RatioGate(
+            "open", gates.LogClip((-0.2, -0.2), (0.2, 0.2)), (gates.Level(gates.LogClip((-0.5, -0.5), (0.5, 0.5))),)
+        )
+    )
+    batch = hpo.PackedBatch.from_lengths(lengths, group_ids=torch.tensor([0, 1]))
+    for _ in range(6):
+        old_logp = -torch.rand(tokens, generator=draw)
+        logp, advantages = old_logp + 0.1 * torch.randn(tokens, generator=draw), torch.randn(tokens, generator=draw)
+        advantages[lengths[0] :] = 0.7
+        found = []
+        for first in (advantages[10].item(), bad):
+            advantages[10] = first
+            given = testing.move((logp, old_logp, advantages, batch, gate), testing.device_of(backend))
+            weights = torch.full((2,), 1 / 7).to(given[0].device)
+            out = hpo.policy_loss_and_grad(*given, weights=weights, advantage_level="token", backend=backend)
+            found.append(bits(out.grad[lengths[0] :].cpu()))
+        assert found[0] == found[1]

@@ -82,6 +82,20 @@ def test_each_rank_counts_its_own_as_in_torchrl(aggregation, ours):
         close(run(ours(None, **keywords), batch)[0], expected)
 
 
+def test_a_threshold_of_the_kl_does_not_part_a_turn(ours):
+    """Its token is masked, as TorchRL's, and the others stay one step."""
+    batch, gate, threshold = Batch(), hpo.gates.step_gspo(0.02, 0.03), 0.02
+    kept = batch.mask & (0.5 * (batch.logp - batch.rollout).square() <= threshold)
+    rows = integration("micro_batch").padded_rows(kept, gate, generated=batch.mask)
+    leaf = batch.logp.clone().requires_grad_()
+    out = hpo.policy_loss(leaf, batch.rollout, batch.advantages, rows, gate, advantage_level="token")
+    more = {"entropy_bonus": False, "kl_mask_threshold": threshold}
+    found, _ = run(ours(None, gate="step_gspo(0.02, 0.03)", **more), batch)
+    close(found, (out.loss.detach(), torch.autograd.grad(out.loss, leaf)[0]))
+    torn = integration("micro_batch").padded_rows(kept, gate)
+    assert torn.num_steps > rows.num_steps
+
+
 def test_another_gate(ours):
     batch, gate = Batch(), hpo.gates.step_gspo(0.02, 0.03)
     rows = integration("micro_batch").padded_rows(batch.mask, gate)

@@ -9,8 +9,10 @@ from trainer_batches import modules
 
 import hpo_core as hpo
 from hpo_core import gates
+from hpo_core.entropy import Selection
 from hpo_core.integrations import prompt_advantages
-from hpo_core.integrations.micro_batch import clipped_tokens, token_loss
+from hpo_core.integrations.entropy_methods import selection_of, selection_tensors
+from hpo_core.integrations.micro_batch import clipped_tokens, packed_rows, padded_rows, pushed_units, token_loss
 from hpo_core.integrations.replaced import after_import
 from hpo_core.integrations.served import check_proportional
 
@@ -41,6 +43,37 @@ def test_tokens_that_are_counted_as_clipped(gate, count, level):
     given = (torch.ones(3, 4), torch.zeros(3, 4), advantages, batch, gate, torch.ones(3))
     out = token_loss(*given, advantage_level=level, token_mask=others)
     assert clipped_tokens(out.metrics, gate) == count
+
+
+def test_tokens_with_an_advantage_after_a_selection():
+    advantages = torch.tensor([[0.0, 1.0, -2.0, 0.0]])
+    factor, addend = torch.tensor([[2.0, 0.0, 1.0, 1.0]]), torch.tensor([[0.0, 0.0, 2.0, -1.0]])
+    for selection, expected in (
+        (None, [False, True, True, False]),
+        (Selection(torch.ones(1, 4).bool()), [False, True, True, False]),
+        (Selection(advantage_factor=factor), [False, False, True, False]),
+        (Selection(advantage_factor=factor, advantage_addend=addend), [False, False, False, True]),
+    ):
+        assert pushed_units(gates.ppo_clip(), advantages, selection).tolist() == [expected]
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["low", "high"])
+def test_a_selection_may_have_one_bound_alone(side):
+    mask, bound = torch.ones(2, 2).bool(), torch.tensor([[0.5, 1.5], [0.9, 1.1]])
+    bounds = (bound, None) if side == 0 else (None, bound)
+    found = selection_of(selection_tensors(lambda: Selection(bounds=bounds), mask, torch.ones(2), None))
+    assert found.bounds[1 - side] is None and torch.equal(found.bounds[side], bound)
+
+
+def test_a_filter_of_single_tokens_does_not_part_a_turn():
+    gate, generated = gates.step_gspo(), torch.tensor([[1, 1, 1, 0, 1], [1, 1, 0, 0, 0]])
+    kept = generated.clone()
+    kept[0, 1] = 0
+    packed = packed_rows(torch.tensor([0, 5, 10]), kept.flatten(), gate, generated=generated.flatten())
+    for batch in (padded_rows(kept, gate, generated=generated), packed):
+        assert torch.stack(batch.step_ranges()).tolist() == [[0, 4, 5], [3, 5, 7]]
+        assert torch.equal(batch.mask.flatten(), kept.flatten().bool())
+    assert padded_rows(kept, gate).num_steps == 4
 
 
 def test_the_returns_of_a_discount_that_float32_rounds():

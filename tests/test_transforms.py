@@ -140,6 +140,20 @@ assert value == -1 and grad.tolist() == hpo.policy_loss_and_grad(zeros, zeros, t
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_transforms_of_the_reference_see_corrections_of_segments():
+    """In float64, which no operator takes."""
+    batch = hpo.PackedBatch.from_lengths([3, 2], trajectory_ids=torch.tensor([4, 4]))
+    old = -torch.rand(5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    options = {"rollout_logp": old + 0.1, "backend": "reference"}
+
+    def loss(logp):
+        return hpo.policy_loss(logp, old, torch.ones(2).double(), batch, hpo.gates.mis(), **options).loss
+
+    leaf = (old + 0.05).requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    assert torch.equal(torch.func.grad(loss)(leaf.detach()), expected) and expected.abs().max() > 0
+
+
 def test_dispatch_modes_see_the_operators():
     plain, given = gradient(inputs().loss, inputs()), inputs()
     with Log() as log:

@@ -312,6 +312,23 @@ def test_an_entropy_method_reaches_every_micro_batch(tmp_path):
         assert ratio.numel() > 0 and torch.allclose(ratio, ratio[0], rtol=1e-5)  # the denominator alone differs
 
 
+def test_fractions_of_clipped_tokens_are_counted_on_bounds_of_tokens(tmp_path):
+    def method(entropy):
+        return hpo.entropy.Selection(bounds=(None, torch.full_like(entropy, 1e3)))
+
+    def logged(**extra):
+        trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": hpo.gates.ppo_clip(0.001, 0.001), **extra})
+        trainer.current_gradient_accumulation_steps = 1
+        output = trainer._generate_and_score_completions([{"prompt": "abcdefgh="}] * 32)
+        logps, entropies, _ = trainer._score(trainer.model, output)
+        noise = 0.1 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(1))
+        trainer._policy_loss(logps.detach() + noise, entropies.detach(), output)
+        return {side: trainer._metrics["train"][f"clip_ratio/{side}_mean"][-1] for side in ("low", "high")}
+
+    plain, bounded = logged(), logged(entropy=method)
+    assert plain["low"] == bounded["low"] > 0 and plain["high"] > bounded["high"] == 0
+
+
 def test_a_window_as_an_entropy_method_is_that_window(tmp_path):
     window = hpo.entropy.forking_tokens("0.3")
 

@@ -143,6 +143,28 @@ def test_methods_know_prompts_and_how_many_rollouts_came_before():
         close(found, expected(batch, gates.ppo_clip(), chosen))
 
 
+def test_tokens_without_an_advantage_are_not_clipped_beside_a_method():
+    """As without one, and as in verl's own losses."""
+    batch, fractions = Rollout(), []
+    batch.fields["advantages"] = [each * (row % 2) for row, each in enumerate(batch.fields["advantages"])]
+    for name, method in (("hpo_no_method", None), ("hpo_all_selected", entropy.forking_tokens("1.0"))):
+        hpo_verl.register(name, gates.ppo_clip(0.02, 0.02), entropy=method)
+
+        def metrics(self, data):
+            part = tensordict_utils.index_select_tensor_dict(data, torch.arange(ROWS))
+            tensordict_utils.assign_non_tensor(part, **COUNTS)
+            return self.loss_fn(model_output={"log_probs": batch.log_probs(range(ROWS))}, data=part)[1]
+
+        worker = worker_of(actor(name, loss_agg_mode="token-mean"))
+        fractions.append(selection.module()._selected(metrics)(worker, batch.data())["actor/pg_clipfrac"].aggregate())
+    assert fractions[0] == fractions[1] > 0
+
+
+def test_a_window_of_each_call_is_refused():
+    with pytest.raises(ValueError, match="entropy: verl fits a window once for each update"):
+        hpo_verl.register("hpo_call", gates.dapo(), entropy=entropy.forking_tokens(scope="call"))
+
+
 def test_a_critic_is_trained_by_the_same_class_of_workers():
     critic = workers_config.CriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1)
     for loss in (functools.partial(losses.value_loss, config=critic), losses.value_loss):

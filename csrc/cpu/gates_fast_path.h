@@ -1,6 +1,6 @@
-// The fast path of a tile, in one pass: all log-ratios are finite and small, coefficients belong to rows, and no input or
-// output but the gradient is per token. Nearly every call of the loss is of this kind; gates_tile.h takes the others in several
-// passes.
+// The fast path of a tile, in one pass: all log-ratios are finite and small. The loops here are those of calls whose tokens
+// have no weights, advantages or bounds of their own, as nearly all calls; gates_token_inputs.h has those of the others, and
+// gates_tile.h takes what is not on the fast path in several passes.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -95,16 +95,16 @@ struct FastVector {
 // The gradient of so many tokens, 4 MiB, does not fit in the caches of a core.
 constexpr int64_t kPastCaches = int64_t(1) << 20;
 
-// The place of a tile's gradient. A large gradient, which nothing reads before the call returns, is written past the caches:
-// its lines are not read before, and evict none of the inputs. Such a gradient begins with a cache line, so that the vectors of
-// its tiles are aligned.
+// The place of a tile's gradient. A large gradient that nothing reads before the call returns is written past the caches: its
+// lines are not read before, and evict none of the inputs. Such a gradient begins with a cache line, so that the vectors of its
+// tiles are aligned. read_again: a later loop of the call adds to the gradient.
 struct GradientOut {
   float* to;
   const bool past_caches;
 
-  GradientOut(const PolicyLossArgs& args, int64_t first, float* otherwise)
+  GradientOut(const PolicyLossArgs& args, int64_t first, float* otherwise, bool read_again = false)
       : to(args.grad ? args.grad + first : otherwise),
-        past_caches(args.grad && args.tokens >= kPastCaches && uintptr_t(args.grad) % kLine == 0) {}
+        past_caches(args.grad && !read_again && args.tokens >= kPastCaches && uintptr_t(args.grad) % kLine == 0) {}
 
   template <bool kWhole>
   HPO_INLINE void store(int i, Mask own, Floats gradient) const {
@@ -124,7 +124,7 @@ struct FastSource {
 
   FastSource(const PolicyLossArgs& args, int64_t first)
       : logp(args.logp + first),
-        old_logp(args.old_logp ? args.old_logp + first : logp) {}  // on-policy: x = 0, or NaN where logp is
+        old_logp(args.old_logp ? args.old_logp + first : logp) {}  // on-policy: x = 0, or NaN where logp is not finite
 
   template <bool kWhole>
   HPO_INLINE Floats log_ratio(int i, Mask own) const {
@@ -252,7 +252,7 @@ struct PreClip {
 // The other work of the first sweep: it keeps ratios, or adds up another function than log-ratios.
 enum class FirstSweep { plain, keeps_ratios, clips, deviates };
 
-// The largest |x| of which the deviation of e^x from 1 is within kStatisticSaturation, too.
+// The largest |x| with |e^x - 1| <= kStatisticSaturation.
 constexpr float kDeviates = 3.7f;
 
 template <bool kSplit, FirstSweep kSweep, bool kTakenForNear>

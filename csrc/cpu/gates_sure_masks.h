@@ -27,7 +27,7 @@ HPO_INLINE Floats bound_of_exp(Floats x) {
 // The tokens that the mask certainly keeps; of the others it may keep some. With u = first - second and m the larger of the
 // probabilities p = e^first and q = e^second,
 //   |p - q| = m (1 - e^-|u|) <= m |u|,
-//   KL of (p, 1 - p) from (q, 1 - q) <= m u^2 / (2 (1 - m)), and y / (1 + y) <= 1 - m for y = -log m.
+//   KL of (q, 1 - q) from (p, 1 - p) <= m u^2 / (2 (1 - m)), and y / (1 + y) <= 1 - m for y = -log m.
 HPO_INLINE Mask surely_inside(Statistic statistic, Floats first, Floats second, Floats low, Floats high) {
   const Floats zero = {}, one = all<Floats>(1.0f), least = all<Floats>(-87.0f), most = all<Floats>(1e30f);
   const Floats u = first - second, larger = u > zero ? first : second, m = bound_of_exp(larger);

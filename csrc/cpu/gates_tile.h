@@ -226,7 +226,7 @@ inline void resolve_exceptions(const float* logp, const float* old_logp, const f
 // x and its statistics. Log-ratios are assumed to be ordinary; if their extrema disprove it, they are taken once more.
 inline void load_log_ratios(const PolicyLossArgs& args, int64_t first, int n, Tile& tile, Partial& partial) {
   const float* logp = args.logp + first;
-  const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is
+  const float* old_logp = args.old_logp ? args.old_logp + first : logp;  // on-policy: x = 0, or NaN where logp is not finite
   const float* ref_logp = args.ref_logp ? args.ref_logp + first : nullptr;
   for (int i = 0; i < n; ++i) tile.x[i] = keep_if(tile.kind[i] != kAbsent, logp[i] - old_logp[i]);
   int32_t not_finite = 0;

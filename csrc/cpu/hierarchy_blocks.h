@@ -22,7 +22,7 @@ inline void add_log_ratios(const Tile& tile, const float* entering, int n, bool 
   sums.fixed[1] += split ? rising - total : 0;
 }
 
-// The levels above the tokens of one leaf, which has some. segment(k): the sums of its segment at level k.
+// The levels above the tokens of one leaf, which has tokens. segment(k): the sums of its segment at level k.
 // put_slope(k, channel, sign, slope) takes each level's slope.
 template <class SegmentAt, class PutSlope>
 HPO_INLINE void gate_leaf(const PolicyLossArgs& args, const Leaves& leaves, int64_t p, const SegmentAt& segment, LeafGate& gate,
@@ -65,6 +65,7 @@ struct Sweeps {
 
   void gather_weights(const Block& block, Scratch& scratch) const {
     if (plan.weighs) scratch.weights.gather(call, block);
+    else scratch.weights.usual = true;  // the last block may have had another plan
   }
 
   // A short block takes longer to classify than to read.
@@ -76,18 +77,18 @@ struct Sweeps {
     return call.args.mask ? Masked::some : Masked::none;
   }
 
-  void classify_masks(const Block& block, Scratch& scratch) const {
-    scratch.masked[0] = Masked::some;
+  // masked: [kTilesOfBlock]
+  void classify_masks(const Block& block, Masked* masked) const {
+    masked[0] = Masked::some;
     if (!classifies(block)) return;
-    int tile = 0;
     for_each_tile_of(block, kGridOfLines, [&](int64_t at, int begin, int end) {
-      scratch.masked[tile++] = masked_tokens(call.args.mask, at + begin, end - begin);
+      *masked++ = masked_tokens(call.args.mask, at + begin, end - begin);
     });
   }
 
   // The first sweep. Returns whether later ones may take the fast path in every tile.
   bool measure(const Block& block, Scratch& scratch, Partial& partial, LogRatios& sums) const {
-    classify_masks(block, scratch);
+    classify_masks(block, scratch.masked);
     if (corrects_rows(call.args)) correct_row(call.args, call.rows, block.row);
     gather_weights(block, scratch);
     const bool may = plan.may_be_fast;
@@ -119,7 +120,7 @@ struct Sweeps {
     return true;
   }
 
-  // Several blocks at once, if the fast path holds for all of them. Their masks are classified alike.
+  // Several blocks at once, if the fast path holds for all of them. All count as masked alike.
   bool measure_together(const Block* blocks, int count, Scratch& scratch, Partial& partial, LogRatios* sums) const {
     const int64_t first = line_of(blocks[0]), end = blocks[count - 1].first + blocks[count - 1].tokens;
     const bool whole = masked_tokens(call.args.mask, blocks[0].first, int(end - blocks[0].first)) == Masked::none;
@@ -152,7 +153,7 @@ struct Sweeps {
   // The penalty on the reference policy, which the loops of fast-path blocks leave out.
   void pay_reference(const Block& block, Scratch& scratch, Partial& partial) const {
     if (!call.args.ref_logp) return;
-    classify_masks(block, scratch);
+    classify_masks(block, scratch.masked);
     for_each_stretch_of(block, call.args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
       if (masked == Masked::all) return;
       for_each_part(begin, end, kTile, [&](int from, int to) {
@@ -175,7 +176,7 @@ struct Sweeps {
     if (plan.hierarchy.depth > 0) {  // log-ratios are added up as integers
       add_log_ratios(tile, load_aggregated(plan.term, tile, end, scratch.terms), end, plan.hierarchy.split, sums);
     }
-    return !tile.exceptional && tile.chosen == tile.kind && !here.args.ref_logp;  // the fast path has refused this one
+    return !tile.exceptional && tile.chosen == tile.kind && !here.args.ref_logp;  // which measure_fast_part has refused
   }
 
   // The second sweep: loss, gradient of the token's own path, and the flow into aggregates. The caller has gathered the
@@ -189,15 +190,15 @@ struct Sweeps {
       count_alike(block, token, token_value(row_coefficient(call.args, block.row), token.z), scratch, partial, result, flow)
           .add_to(partial.slots);
       if (!plan.fills_last) {
-        classify_masks(block, scratch);
-        write_alike(block, result.own_gradient, 0.0f, scratch);
+        classify_masks(block, scratch.masked);
+        write_alike(block, result.own_gradient, 0.0f, scratch.masked, scratch.weights);
       }
       write_token_losses(block, leaf, scratch);
       return pay_reference(block, scratch, partial);
     }
     const OpenLevels levels = open_levels(block, leaf, fast);
     if (levels.open) {
-      classify_masks(block, scratch);
+      classify_masks(block, scratch.masked);
       count(block, levels, scratch, partial, flow);
       write(block, leaf, AggregateGrad{}, scratch, partial);
     } else {
@@ -274,8 +275,7 @@ struct Sweeps {
     flow.past_token[1] = split ? below : 0.0;
   }
 
-  // Each token of a fast-path block whose tokens have one term but for their weights: having no residual of its own, it has the
-  // numbers of its leaf, as from gate_token.
+  // The gates of each token of a fast-path block that drops residuals: those of its leaf, as from gate_token.
   GatedToken token_alike(const Block& block, const LeafGate& leaf) const {
     const int sign = call.args.advantages[block.row] < 0.0f;
     return {leaf.z[sign], leaf.own[0][sign], leaf.slope[0][sign], 0.0f, leaf.below[sign], leaf.above[sign]};
@@ -301,13 +301,14 @@ struct Sweeps {
 
   // The gradient of the tokens of such a block. Tokens that no pre-gate clips share one, unless weights multiply the gradient
   // of their own path.
-  void write_alike(const Block& block, float own_gradient, float aggregate_grad, Scratch& scratch) const {
+  void write_alike(const Block& block, float own_gradient, float aggregate_grad, const Masked* masked_tiles,
+                   const BlockWeights& block_weights) const {
     const PolicyLossArgs& args = call.args;
     const bool negative = args.advantages[block.row] < 0.0f, weighted = plan.weighs && own_gradient != 0.0f;
     if (!args.grad) return;
-    for_each_stretch_of(block, args.mask ? scratch.masked : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
+    for_each_stretch_of(block, args.mask ? masked_tiles : nullptr, [&](Masked masked, int64_t at, int begin, int end) {
       if (masked == Masked::all) return clear_gradient(args, at + begin, end - begin);
-      const float* weights = weighted ? scratch.weights.of_token - (block.first - at) : nullptr;
+      const float* weights = weighted ? block_weights.of_token - (block.first - at) : nullptr;
       write_where_free(calls.of(masked).args, at, begin, end, plan.clip, negative, own_gradient, aggregate_grad, weights);
     });
   }
@@ -336,8 +337,8 @@ struct Sweeps {
   // tokens of `fills_last` get their whole gradient here.
   void receive(const Block& block, const BlockResult& result, const AggregateGrad& aggregate_grad, Scratch& scratch) const {
     if (result.fast && plan.fills_last) {
-      classify_masks(block, scratch);
-      return write_alike(block, result.own_gradient, aggregate_grad.rising, scratch);
+      classify_masks(block, scratch.masked);
+      return write_alike(block, result.own_gradient, aggregate_grad.rising, scratch.masked, scratch.weights);
     }
     if (aggregate_grad.nothing()) return;
     Tile& tile = scratch.tile;

@@ -191,7 +191,7 @@ void write_open(const PolicyLossArgs& args, int64_t first, int begin, int end, f
 inline void write_where_free(const PolicyLossArgs& args, int64_t first, int begin, int end, const PreClip& clip, int sign,
                              float own_gradient, float aggregate_grad, const float* weights) {
   const FastSource source(args, first);
-  const GradientOut grad(args, first, nullptr);
+  const GradientOut grad(args, first, nullptr, args.ref_logp != nullptr);  // whose penalty is added behind
   const bool clips = clip.low[sign] > -INFINITY || clip.high[sign] < INFINITY;  // else log-ratios need not be read again
   const Floats low = all<Floats>(clip.low[sign]), high = all<Floats>(clip.high[sign]);
   const Floats each = all<Floats>(own_gradient + aggregate_grad);

@@ -2,8 +2,8 @@
 //
 // Leaves are cut into blocks of kChunk tokens from their own first token on, so that the bits of a sum over a leaf
 // depend on nothing but the leaf. Block j of leaf p belongs to the task that holds token start[p] + j kChunk when the leaves
-// lie end to end: short leaves share a task, long ones spread over many, and a task has at most one block that begins neither
-// in it nor in its leaf.
+// lie end to end: short leaves share a task, long ones spread over many, and at most one block of a task does not begin its
+// leaf.
 
 #pragma once
 #include "gates_tile.h"

@@ -1,4 +1,4 @@
-// The first sweep over the leaves of a task, and all that is left for those that share no segment with others.
+// The first sweep over the leaves of a task, and the other sweeps over leaves that share no segment.
 #pragma once
 #include "hierarchy_blocks.h"
 
@@ -11,8 +11,8 @@ struct SettledLeaf {
   float own_gradient;
 };
 
-// Settles leaves of one block while their tokens are in the cache. The divisions of a gate and the power of tokens that share
-// one term wait for each other within a leaf, so each of these steps is made for all leaves.
+// Settles leaves of one block each. Within a leaf the divisions of a gate and the exponential of tokens that share one term
+// depend on each other, so each of these steps runs over all leaves.
 inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const LogRatios* sums, bool fast, Scratch& scratch,
                    Partial& partial) {
   const TokenPlan& plan = sweeps.plan;
@@ -52,9 +52,11 @@ inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const L
       aggregate_grads[i] = aggregate_grad(i).rising;
     }
     counts.add_to(partial.slots);
+    Masked of_waiting[kTilesOfBlock];  // scratch.masked is that of blocks measured since
     for (int i = 0; i < count; ++i) {
-      if (plan.fills) sweeps.classify_masks(blocks[i], scratch);
-      sweeps.write_alike(blocks[i], leaves[i].own_gradient, aggregate_grads[i], scratch);
+      if (plan.fills) sweeps.classify_masks(blocks[i], of_waiting);
+      const Masked* masked = plan.fills ? of_waiting : scratch.masked;
+      sweeps.write_alike(blocks[i], leaves[i].own_gradient, aggregate_grads[i], masked, scratch.weights);
       sweeps.write_token_losses(blocks[i], leaves[i].gate, scratch);
     }
     return;
@@ -72,8 +74,8 @@ inline void settle(const Sweeps& sweeps, const Block* blocks, int count, const L
   }
 }
 
-// Settles blocks as they come. Those whose tokens are not read again wait for each other: the steps for one leaf alone take
-// twice as long.
+// Settles blocks as they come. Blocks whose tokens are not read again are collected: the steps for one leaf alone take twice as
+// long.
 class Settling {
  public:
   Settling(Scratch& scratch, Partial& partial) : scratch_(scratch), partial_(partial) {}
@@ -84,7 +86,7 @@ class Settling {
       flush();
       return settle(sweeps, blocks, count, sums, fast, scratch_, partial_);
     }
-    sweeps_ = &sweeps;  // one of the RowSweeps `fills` at most
+    sweeps_ = &sweeps;  // at most one of the RowSweeps `fills`
     for (int i = 0; i < count; ++i) {
       if (count_ == kFewRows) flush();
       blocks_[count_] = blocks[i], sums_[count_++] = sums[i];
@@ -112,9 +114,8 @@ inline void take_alone(const Sweeps& sweeps, const Block& block, Scratch& scratc
   settle(sweeps, &block, 1, &sums, fast, scratch, partial);
 }
 
-// Calls body(sweeps, blocks, count, sums, fast) for the blocks of a task behind their first sweep, of which all stand alone or
-// none. Those of at most a tile are measured together, up to a kLongTile of tokens, because the work that comes once for each
-// sweep takes as long as that for some hundred tokens.
+// Calls body(sweeps, blocks, count, sums, fast) for the measured blocks of a task, of which all stand alone or none. Blocks of
+// at most a tile are measured together, up to a kLongTile of tokens: the fixed cost of a sweep is that of some hundred tokens.
 template <class Body>
 inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& scratch, Partial& partial, const Body& body) {
   Block blocks[kFewRows];
@@ -143,7 +144,7 @@ inline void measure_blocks(const RowSweeps& sweeps_of, int64_t task, Scratch& sc
       flush();
       return measure_one(sweeps, block);
     }
-    // The blocks that wait have one plan: rows whose tokens have advantages have another one than the rest.
+    // The blocks that wait have one plan: rows whose tokens share one advantage have another one than the rest.
     if (count == kFewRows ||
         (count > 0 && (&sweeps != &sweeps_of.at(blocks[0].row) || block.first + block.tokens - line_of(blocks[0]) > kLongTile)))
       flush();

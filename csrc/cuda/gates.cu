@@ -1,10 +1,10 @@
 // policy_loss in one launch: a sweep over the tokens that writes the gradient and whose last block adds up loss and metrics.
 // The definition is hpo_core/reference/gates.py.
 //
-// A warp takes a tile (units.cuh) and keeps its sums in registers; nothing but a block's total reaches memory. The grid
-// depends on the sizes only, so that the order of every sum does too.
+// A warp takes a tile (units.cuh) and keeps its sums in registers; nothing but a block's total reaches memory. The grid depends
+// on the sizes and on which inputs there are, never on the device, and so does the order of every sum.
 //
-// The sweep takes for granted that offsets ascend. If some do not, rows may overlap, and the results of the blocks count for
+// The sweep assumes ascending offsets. If some do not, rows may overlap, and the results of the blocks count for
 // nothing: the last block, which reads the number of bad offsets, does everything again by itself.
 #include "gates_ratio.cuh"
 #include "tickets.cuh"
@@ -51,7 +51,7 @@ __device__ __forceinline__ bool sweep_tile(const Call& call, const Unit& unit, T
   return tile.has_valid();
 }
 
-// Gradient 0 for tokens of no row among kTile tokens, counted from the first of the pack.
+// Gradient and loss 0 for tokens of no row among kTile tokens, counted from the first of the pack.
 __device__ __forceinline__ void clear_tile(const Gate& gate, int tile) {
   const Pack pack = gate.pack();
   const int64_t first = pack.cu_seqlens[0], last = pack.cu_seqlens[pack.rows];
@@ -61,7 +61,7 @@ __device__ __forceinline__ void clear_tile(const Gate& gate, int tile) {
   }
 }
 
-// Gradient 0 for all tokens, by one block.
+// Gradient and loss 0 for all tokens, by one block.
 __device__ __forceinline__ void clear_all(const PolicyLossArgs& args) {
   for (int64_t token = threadIdx.x; token < args.tokens; token += kThreads) clear_token(args, token);
   __syncthreads();
@@ -125,7 +125,7 @@ __device__ __forceinline__ void sweep_block(const Call& call, int block, int blo
   store_block(totals, warps, events, call.partials + block * kMetrics);
 }
 
-// Blocks that a multiprocessor holds with as many registers as spill nothing.
+// Blocks on a multiprocessor at which no register spills.
 constexpr int blocks_that_sweep(bool reference, int extras) { return extras != kNoExtras ? 2 : (reference ? 3 : 4); }
 
 template <bool REFERENCE, int EXTRAS>

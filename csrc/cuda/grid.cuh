@@ -11,19 +11,18 @@ namespace hpo {
 constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 constexpr int64_t kMaxBlocks = 512;
 
-// The most blocks of a sweep of which a multiprocessor holds `held`: on 132 multiprocessors all of them run at once, and more
-// would run by themselves after them, for as long as the others. The number is no property of the device, because sums are
-// added up block by block.
+// The most blocks of a sweep of which `held` fit on a multiprocessor: one wave on 132 multiprocessors, because more would run
+// by themselves behind it, for as long. The number does not depend on the device: sums are added up block by block.
 constexpr int blocks_at_once(int held) { return std::min(int(kMaxBlocks), 132 * held); }
 
-// A block for each of `count`, or fewer that take several.
+// A block for each of `count` > 0, or 2^16 that take several.
 inline dim3 blocks_of(int64_t count) { return dim3(unsigned(std::min(count, int64_t(1) << 16))); }
 
 inline int blocks_for(int64_t threads, int of_block = kThreads) {
   return int(std::min(kMaxBlocks, std::max(int64_t(1), (threads + of_block - 1) / of_block)));
 }
 
-// The same for a cooperative launch, whose blocks must all be on the device at once. A quarter of the device stays free: a
+// The blocks of a cooperative launch, which must all be on the device at once. A quarter of the device stays free: a
 // collective operation on another stream may hold its multiprocessors until other devices have come to it, and a launch of the
 // whole device would wait for that. Results do not depend on the number of blocks.
 template <auto kernel, int OF_BLOCK = kThreads>

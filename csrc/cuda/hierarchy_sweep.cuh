@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_tile_grads(const Call& call, const LevelCh
   raise(call.workspace.largest + level_channel.at(call, work.unit.leaf), uint64_t(magnitude_of(mine)));
 }
 
-// Blocks that a multiprocessor holds with as many registers as spill nothing.
+// Blocks on a multiprocessor at which no register spills.
 constexpr int blocks_that_sweep(bool reference, int extras, int gate) {
   return !reference && extras == kNoExtras && gate != kTermGate ? 3 : 2;
 }

@@ -13,7 +13,7 @@ import torch.distributed
 
 from ..arguments import check_group
 from ..checks import check, require_type
-from ..distributed import gather, is_distributed, place_of_own, spanned
+from ..distributed import gather, is_distributed, place_of_own, spanning
 from .terms import accepted_keywords, is_multi_reward, level_of, name_of, takes_tables
 
 
@@ -109,9 +109,7 @@ def _with_tables(
     *arguments: Any,
     **keywords: Any,
 ) -> torch.Tensor:
-    group = _group(process_group)
-    with spanned(group):
-        return estimator(*arguments, **keywords)
+    return spanning(_group(process_group), estimator, *arguments, **keywords)
 
 
 def _group(process_group: torch.distributed.ProcessGroup | None) -> Any:

@@ -52,9 +52,7 @@ def hierarchy_of(batch: PackedBatch, units: tuple[Unit, ...]) -> Hierarchy:
         group = trajectory if batch.group_ids is None else first_of_each(_named(batch, Unit.GROUP, trajectory))
         segments[Unit.DOMAIN] = _named(batch, Unit.DOMAIN, group)
     leaf = torch.arange(begin.numel(), device=batch.device)
-    step = leaf
-    if batch.step_ids is not None and Unit.STEP in units and batch.rows > 0:
-        step = first_of_each(alone_without(batch.step_ids, leaf))
+    step = first_ranges(batch) if Unit.STEP in units and batch.rows > 0 else leaf
     ancestors = [step if unit is Unit.STEP else first_of_each(segments[unit][row]) for unit in units]
     return Hierarchy(begin, end, row, torch.stack(ancestors) if units else leaf.new_empty((0, leaf.numel())))
 

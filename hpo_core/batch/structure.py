@@ -146,6 +146,7 @@ def _check_steps(name: str, begin: torch.Tensor, end: torch.Tensor, offsets: tor
         (end < begin, "begin <= end at every step", "a range ends one token behind its last"),
         (overlaps, "steps in order without overlap", "it begins before the last one ends; count from the first row"),
         (outside & (begin < end), "each step inside one row", "cut it where a row ends"),
+        ((begin < 0) | (end > offsets[-1]), "empty steps inside the pack, too", "give one the first token of its row"),
     ):
         step = _first_true(wrong)
         got = None if step is None else [int(begin[step]), int(end[step])]

@@ -14,10 +14,11 @@ import torch.distributed
 from ..advantages.terms import known
 from ..arguments import check_compat, examines
 from ..checks import INTEGERS, check, check_device, check_dtype, check_precise, check_shape, check_units
+from ..distributed import spanning
 from ..segments import statistics
 from ..specs import Provenance
 from .signals import preset
-from .statistics import fit_scopes, shared_by
+from .statistics import fit_scopes
 
 
 class AresTargets(NamedTuple):
@@ -65,8 +66,7 @@ def ares_difficulty(
     tensor([0, 0, 2])
     """
     check_units(is_correct=is_correct, group_ids=group_ids)
-    with shared_by(process_group):
-        group = statistics(is_correct.float(), group_ids, backend=backend)
+    group = spanning(process_group, statistics, is_correct.float(), group_ids, backend=backend)
     right, count = (group.mean * group.members).round(), group.members
     if check_compat(compat):
         easy, medium = 3 * right >= 2 * count, 3 * right >= count
@@ -118,7 +118,7 @@ def ares_targets(
         lengths = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)
         moved = torch.where(last.isnan(), lengths.mean, memory * last + (1 - memory) * lengths.mean)
         return AresTargets(torch.where(lengths.members > 0, moved, last).float(), alpha)
-    mean, seen = _means_of_prompts(counts, difficulty, group_ids, process_group, backend)
+    mean, seen = spanning(process_group, _means_of_prompts, counts, difficulty, group_ids, backend)
     target = mean.round()
     sign = mean.new_ones(3)
     sign[2:] = -1.0
@@ -234,22 +234,17 @@ def check_difficulty(difficulty: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def _means_of_prompts(
-    counts: torch.Tensor,
-    difficulty: torch.Tensor,
-    group_ids: torch.Tensor | None,
-    process_group: torch.distributed.ProcessGroup | None,
-    backend: str | None,
+    counts: torch.Tensor, difficulty: torch.Tensor, group_ids: torch.Tensor | None, backend: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean over the prompts of each difficulty of their mean count ``[3]`` float64, and whether there is one."""
-    with shared_by(process_group):
-        group = statistics(counts, group_ids, backend=backend)
-        counted = torch.isfinite(counts) & (group.members > 0)  # a response of no prompt has no mean
-        means = torch.where(counted, group.mean.float(), torch.nan)
-        shares = (1 / group.members.clamp(min=1)).float()
-        # One more unit for each difficulty, which is no member, gives it an entry.
-        ids = torch.cat((difficulty.to(torch.int64), torch.arange(3, device=counts.device)))
-        means, shares = (torch.nn.functional.pad(each, (0, 3), value=torch.nan) for each in (means, shares))
-        by_difficulty = statistics(means, ids, weights=shares, backend=backend)
+    group = statistics(counts, group_ids, backend=backend)
+    counted = torch.isfinite(counts) & (group.members > 0)  # a response of no prompt has no mean
+    means = torch.where(counted, group.mean.float(), torch.nan)
+    shares = (1 / group.members.clamp(min=1)).float()
+    # One more unit for each difficulty, which is no member, gives it an entry.
+    ids = torch.cat((difficulty.to(torch.int64), torch.arange(3, device=counts.device)))
+    means, shares = (torch.nn.functional.pad(each, (0, 3), value=torch.nan) for each in (means, shares))
+    by_difficulty = statistics(means, ids, weights=shares, backend=backend)
     return by_difficulty.mean[-3:], by_difficulty.members[-3:] > 0
 
 

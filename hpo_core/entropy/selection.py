@@ -38,7 +38,7 @@ class Selection(NamedTuple):
 
     mask: torch.Tensor | None = None
     weight: torch.Tensor | None = None
-    bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+    bounds: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
     kl_weight: torch.Tensor | None = None
     advantage_factor: torch.Tensor | None = None
     advantage_addend: torch.Tensor | None = None

@@ -7,8 +7,6 @@ gives the same numbers for any way of cutting the step.
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from .. import ops
 from ..arguments import examines
 from ..batch import PackedBatch, as_batch
 from ..checks import check, check_device, check_ids, check_shape, check_units, keeps_doubles
-from ..distributed import spanned
+from ..distributed import spanning
 from ..segments import GroupStatistics, statistics
 from ..specs import OrderRule, Provenance
 from .scopes import quantiles
@@ -129,8 +127,7 @@ def fit_scopes(
     padded = torch.nn.functional.pad
     known = padded(values.detach(), (0, len(own)), value=torch.nan)
     ids, mask = None if ids is None else torch.cat((ids, own)), None if mask is None else padded(mask, (0, len(own)))
-    with shared_by(process_group):
-        groups = statistics(known, ids, mask=mask, backend=backend)
+    groups = spanning(process_group, statistics, known, ids, mask=mask, backend=backend)
     fields = (groups.members, groups.mean, groups.squares, groups.least, groups.greatest)
     if ids is None or scopes is not None:
         return ScopeStatistics(own, *(each[-len(own) :].clone() for each in fields))
@@ -172,11 +169,6 @@ def fit_pivot(
     none = logs.members == 0
     least, greatest = (torch.where(none, torch.nan, each) for each in (ends.least, ends.greatest))
     return PivotState(least, pivot, greatest, torch.where(none, torch.nan, around.sqrt()))
-
-
-def shared_by(process_group: torch.distributed.ProcessGroup | None) -> AbstractContextManager[None]:
-    """Until the end of the block, scopes span the ranks of a process group, if one is given."""
-    return contextlib.nullcontext() if process_group is None else spanned(process_group)
 
 
 def means_of_segments(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..arguments import examines
 from ..checks import check
 from ..specs import Head, Penalty, Provenance
@@ -121,7 +123,7 @@ def opmd(tau: float = 1.0) -> RatioGate:
     >>> opmd().advantage_weights
     (0.5, 0.5)
     """
-    check(tau >= 0, "tau: expected a number >= 0, got {}", tau)
+    check(0 <= tau < math.inf, "tau: expected a finite number >= 0, got {}", tau)
     factor = 1.0 / (1.0 + tau)
     return RatioGate(
         "opmd",

@@ -156,6 +156,11 @@ class RatioGate(Short):
         self._check_head()
         self._check_numbers()
         object.__setattr__(self, "_spec", in_floats(self._make_spec()))
+        check(
+            self.takes_bounds or all(name != "bounds" for name, _ in self.needs),
+            "needs: the token gate has no bounds that those of tokens could replace, got {}; take Clip or LogClip",
+            self.needs,
+        )
         object.__setattr__(self, "_facts", self._make_facts())
         needed = {"target": "gates.GateInputs(target=...)"} if self.takes_target else {}
         object.__setattr__(self, "required", needed | dict(self.needs))
@@ -196,7 +201,9 @@ class RatioGate(Short):
         )
         require_type(
             isinstance(self.needs, tuple)
-            and all(isinstance(pair, tuple) and pair[0] in GateInputs._fields for pair in self.needs),
+            and all(
+                isinstance(pair, tuple) and len(pair) == 2 and pair[0] in GateInputs._fields for pair in self.needs
+            ),
             "needs: expected pairs of a field of GateInputs ({}) and the call that makes it, got {!r}",
             ", ".join(GateInputs._fields),
             self.needs,
@@ -275,6 +282,11 @@ class RatioGate(Short):
             all(number >= 0 and is_finite(number) for number in (*self.head_numbers, self.penalty_coefficient)),
             "head_numbers, penalty_coefficient: expected numbers >= 0 that are finite in float32, got {} and {}",
             self.head_numbers,
+            self.penalty_coefficient,
+        )
+        check(
+            self.penalty is not Penalty.NONE or self.penalty_coefficient == 0,
+            "penalty_coefficient: without a penalty it does nothing, got {}; pass penalty=Penalty.K3 or another",
             self.penalty_coefficient,
         )
         check(

@@ -12,6 +12,7 @@ Shapes: ``T`` tokens of a micro-batch packed by ``cu_seqlens``, or padded ``[B, 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from typing import Any
@@ -80,6 +81,7 @@ def grpo_loss_fn(
         input_data.get("teacher_logp") is None, "teacher_logp: no distillation beside hpo_core's loss; drop the teacher"
     )
     behaviour, mask, cu = input_data["logprobs"], input_data["loss_mask"].bool(), input_data.get("cu_seqlens")
+    generated = mask
     proximal = actor._resolve_proximal_logp(
         prox_logp_gt=input_data.get("prox_logp"), prox_logp_method=prox_logp_method, old_logp=behaviour,
         logprobs=logprobs.detach(), versions=input_data.get("versions"), current_version=current_version,
@@ -110,7 +112,8 @@ def grpo_loss_fn(
             denominator="unclipped_behave_tokens",
         )  # fmt: skip
         actor.stats_tracker.scalar(rs_filtered_fraction=rejection.filtered_fraction)
-    batch = padded_rows(kept, gate) if cu is None else packed_rows(cu, kept, gate)
+    rows = padded_rows if cu is None else functools.partial(packed_rows, cu)
+    batch = rows(kept, gate, generated=generated)
     advantages, level = input_data["advantages"].float(), "token"
     if override is None and importance_sampling_level == "sequence":
         advantages, level = _row_means(advantages, kept, batch), "row"

@@ -109,4 +109,4 @@ def selection_of(inputs: Mapping[str, Any]) -> Selection | None:
     weight, low, high, kl_weight, factor, addend = given = [inputs.get(name) for name in SELECTED]
     if all(each is None for each in given):
         return None
-    return Selection(None, weight, None if low is None or high is None else (low, high), kl_weight, factor, addend)
+    return Selection(None, weight, None if low is None and high is None else (low, high), kl_weight, factor, addend)

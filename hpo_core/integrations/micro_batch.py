@@ -11,6 +11,7 @@ import torch
 from .. import aggregation, gates
 from ..arguments import check_choice
 from ..batch import PackedBatch, spread_rows, valid_tokens
+from ..entropy import Selection
 from ..gates import Clip, Drop, Level, RatioGate
 from ..kl import KLPenalty
 from ..losses import PolicyLoss, policy_loss
@@ -36,22 +37,32 @@ def sequence_clip(low: float, high: float, ratio_dual: float | None = None, **le
     return RatioGate("gspo", Drop(), (Level(clip, **level),), source="arXiv 2507.18071")
 
 
-def padded_rows(mask: torch.Tensor, gate: RatioGate, group_ids: torch.Tensor | None = None) -> PackedBatch:
+def padded_rows(
+    mask: torch.Tensor, gate: RatioGate, group_ids: torch.Tensor | None = None, *, generated: torch.Tensor | None = None
+) -> PackedBatch:
     """Rows ``[B, L]`` as a batch; ``mask`` is of any dtype. The steps, for gates that have a level of them, are the
-    runs of valid tokens.
+    runs of tokens that are ``generated``, by default of valid ones. A trainer that has taken single tokens out of
+    ``mask`` names them: its filter does not part a turn.
 
     >>> from hpo_core import gates
     >>> padded_rows(torch.tensor([[1, 0, 1]]), gates.step_gspo()).row_of_step()
     tensor([0, 0])
     """
     valid = mask if mask.dtype is torch.bool else mask != 0
-    return PackedBatch.from_padded(valid, steps=turns(valid) if Unit.STEP in gate.units else None, group_ids=group_ids)
+    steps = turns(valid if generated is None else generated != 0) if Unit.STEP in gate.units else None
+    return PackedBatch.from_padded(valid, steps=steps, group_ids=group_ids)
 
 
 def packed_rows(
-    cu_seqlens: torch.Tensor, mask: torch.Tensor, gate: RatioGate, group_ids: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor,
+    mask: torch.Tensor,
+    gate: RatioGate,
+    group_ids: torch.Tensor | None = None,
+    *,
+    generated: torch.Tensor | None = None,
 ) -> PackedBatch:
-    """Packed tokens ``[T]`` as a batch, which :class:`PackedBatch` trusts: the trainer made the offsets.
+    """Packed tokens ``[T]`` as a batch, which :class:`PackedBatch` trusts: the trainer made the offsets. ``generated``
+    as for :func:`padded_rows`.
 
     >>> from hpo_core import gates
     >>> packed_rows(torch.tensor([0, 2, 4]), torch.ones(4), gates.step_gspo()).row_of_step()
@@ -60,11 +71,12 @@ def packed_rows(
     valid = mask if mask.dtype is torch.bool else mask != 0
     steps = None
     if Unit.STEP in gate.units:
-        begins = torch.zeros_like(valid)
+        spoken = valid if generated is None else generated != 0
+        begins = torch.zeros_like(spoken)
         begins[cu_seqlens[:-1][cu_seqlens[:-1] < len(valid)].long()] = True
-        before, behind = torch.nn.functional.pad(valid, (1, -1)), torch.nn.functional.pad(valid, (-1, 1))
+        before, behind = torch.nn.functional.pad(spoken, (1, -1)), torch.nn.functional.pad(spoken, (-1, 1))
         last = torch.nn.functional.pad(begins, (-1, 1), value=True)
-        begin, end = (valid & (~before | begins)).nonzero(), (valid & (~behind | last)).nonzero() + 1
+        begin, end = (spoken & (~before | begins)).nonzero(), (spoken & (~behind | last)).nonzero() + 1
         steps = torch.cat((begin, end), dim=1)
     return PackedBatch(cu_seqlens, valid, steps=steps, group_ids=group_ids, validate=False)
 
@@ -82,10 +94,16 @@ def clamped_k3(logp: torch.Tensor, ref_logp: torch.Tensor) -> tuple[torch.Tensor
     return torch.where(above, logp.detach(), ref_logp), above
 
 
-def pushed_units(gate: RatioGate, advantages: torch.Tensor) -> torch.Tensor | None:
-    """The units whose advantage is not 0, as a mask for the metrics: trainers count no other token as clipped, and its
-    term is 0 either way. None under heads for which they count all."""
-    return advantages != 0 if gate.head is Head.LINEAR else None
+def pushed_units(gate: RatioGate, advantages: torch.Tensor, selection: Selection | None = None) -> torch.Tensor | None:
+    """The units whose advantage, as a ``selection`` shapes it, is not 0, as a mask for the metrics: trainers count no
+    other token as clipped, and its term is 0 either way. None under heads for which they count all."""
+    if gate.head is not Head.LINEAR:
+        return None
+    if selection is not None and selection.advantage_factor is not None:
+        advantages = advantages * selection.advantage_factor
+    if selection is not None and selection.advantage_addend is not None:
+        advantages = advantages + selection.advantage_addend
+    return advantages != 0
 
 
 def token_loss(

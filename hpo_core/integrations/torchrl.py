@@ -57,7 +57,7 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
         self.gate = gates.ppo_clip(*self._bounds) if gate is None else named_gate(gate)
         check(gate is None or "clip_epsilon" not in keywords, _UNREAD, self.gate.name)
         check_gate(self.gate, "TorchRL", one_policy="TorchRL's old policy is the sampler")
-        self._scored: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def _read_bounds(self) -> tuple[float, float]:
         return float(self.clip_epsilon_low), float(self.clip_epsilon_high)
@@ -81,10 +81,10 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
 
     def _log_weight(self, tensordict: Any, adv_shape: torch.Size) -> Any:
         found = super()._log_weight(tensordict, adv_shape)
-        log_weight, mask = found[0].squeeze(-1), found[3]
+        log_weight, mask, generated = found[0].squeeze(-1), found[3], found[3]
         if self.kl_mask_threshold is not None and self.kl_mask_threshold > 0:
             mask = mask & (0.5 * log_weight.detach().square() <= self.kl_mask_threshold)
-        self._scored = tensordict.get("_cur_log_prob"), mask
+        self._scored = tensordict.get("_cur_log_prob"), mask, generated
         return found
 
     def _compute_policy_objective(
@@ -93,9 +93,9 @@ class HPOLoss(GRPOLoss):  # type: ignore[misc]
         """TorchRL averages the result over tokens or rows; with the loss at each token the mean is the loss. Each
         rank counts its own tokens, as in TorchRL."""
         assert self._scored is not None
-        logp, mask = self._scored
+        logp, mask, generated = self._scored
         gate = self._current_gate()
-        batch = padded_rows(mask, gate)
+        batch = padded_rows(mask, gate, generated=generated)
         per_row = self.aggregation == "prompt_mean"
         old = (logp - log_weight.squeeze(-1)).detach()
         weights = (aggregation.seq_mean_token_mean if per_row else aggregation.token_mean)(batch, ranks=1)

@@ -44,7 +44,7 @@ from .trl_config import check_config, check_unchanged, gate_from_config, loss_fi
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
 from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, advantages_of, domain_ids_of, mask_of, sampler_of
-from .trl_metrics import logged_metrics, observed_parts, penalty_sum, reported
+from .trl_metrics import Bounds, logged_metrics, observed_parts, penalty_sum, reported
 from .turns import Step, steps_of_turns, turns
 
 __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
@@ -389,6 +389,10 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         self._check_sampler(gate)
         # Of the trainer's policy to vLLM's: [B, L] or [B, 1].
         token_weight = inputs.get("importance_sampling_ratio") if self._weighs_samples() else None
+        selection = selection_of(inputs)
+        bounds = next(
+            (each.bounds for each in (given, selection) if each is not None and each.bounds is not None), None
+        )
         out = policy_loss(
             logps,
             old_logps,
@@ -403,7 +407,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             entropy=entropies,
             window=window,
             threshold=threshold,
-            selection=selection_of(inputs),
+            selection=selection,
             token_mask=inputs.get("token_mask"),
             token_weight=None if token_weight is None else token_weight.expand_as(logps),
             advantage_level="token" if advantages.dim() == 2 else "row",
@@ -411,7 +415,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             process_group=self._ranks() if _SPANNING & gate.units else None,
             backend=backend,
         )
-        self._log_loss(out, logps.detach(), batch, inputs, aux_loss)
+        self._log_loss(out, logps.detach(), batch, inputs, bounds, aux_loss)
         return out.loss
 
     def _selected(self, entropies: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
@@ -456,11 +460,12 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         logps: torch.Tensor,
         batch: PackedBatch,
         inputs: dict[str, Any],
+        bounds: Bounds | None,
         aux_loss: torch.Tensor | None,
     ) -> None:
         """TRL's own keys with TRL's own definitions, and ours: one gather over processes, one copy to the host."""
         gate, kl, *_, processes = self._hpo
-        parts = observed_parts(out, gate, logps, batch, inputs)
+        parts = observed_parts(out, gate, logps, batch, inputs, bounds)
         if kl is not None:
             parts["kl"] = penalty_sum(logps, inputs, self.args.use_bias_correction_kl)
         if aux_loss is not None:

@@ -19,6 +19,8 @@ from ..prepared import Report
 from ..specs import Head
 from .trl_inputs import advantages_of, log_ratio_of, mask_of
 
+Bounds = tuple[torch.Tensor | None, torch.Tensor | None]  # low and high ratios [B, L]
+
 # The metrics under "hpo_core/", those under "hpo_core/step/" and so on for each level, and those under
 # "hpo_core/correction_0/" and so on.
 _REPORTED = ("clip_fraction", "selected_fraction", "ratio_max", "effective_sample_size", *FLAGS)
@@ -34,15 +36,23 @@ def reported(gate: RatioGate) -> Report:
 
 
 def observed_parts(
-    out: PolicyLoss, gate: RatioGate, logps: torch.Tensor, batch: PackedBatch, inputs: dict[str, Any]
+    out: PolicyLoss,
+    gate: RatioGate,
+    logps: torch.Tensor,
+    batch: PackedBatch,
+    inputs: dict[str, Any],
+    bounds_of_tokens: Bounds | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors that processes have to gather, flat, by name; the first is float64."""
+    """The tensors that processes have to gather, flat, by name; the first is float64.
+
+    ``bounds_of_tokens``: of the call, in place of the gate's.
+    """
     parts = {"vector": out.metrics.vector}
     if out.levels is not None:
         parts["levels"] = out.levels.table.flatten()
     parts |= {f"correction_{at}": each.vector for at, each in enumerate(out.corrections)}
     log_ratio, mask, advantages = log_ratio_of(logps, inputs), mask_of(inputs), advantages_of(inputs)
-    bounds = _clip_bounds(gate)
+    bounds = _clip_bounds(gate, bounds_of_tokens or (None, None))
     if bounds is not None:
         clipped = _clipped_rows(bounds, gate.level is not None, log_ratio, advantages, mask, batch.row_counts)
         parts |= dict(zip(("low", "high", "count"), clipped, strict=True))
@@ -101,16 +111,21 @@ def _beyond(values: dict[str, float]) -> float:
     return 1 - inside / whole if whole else math.nan
 
 
-def _clip_bounds(gate: RatioGate) -> tuple[float, float] | None:
+def _clip_bounds(gate: RatioGate, of_tokens: Bounds) -> tuple[float | torch.Tensor, float | torch.Tensor] | None:
     """Log-ratio bounds whose crossing is counted: the lower for ``A < 0``, the upper for ``A > 0``. None: no clip."""
     clip = gate.token if not gate.levels else gate.level and gate.level.gate
     if not isinstance(clip, Clip):
         return None
-    return math.log(clip.low[1]) if clip.low[1] > 0 else -math.inf, math.log(clip.high[0])
+    (low, high), spec = of_tokens, gate.spec()
+    of_gate = math.log(clip.low[1]) if clip.low[1] > 0 else -math.inf, math.log(clip.high[0])
+    return (
+        of_gate[0] if low is None or not spec.low_driven[1] else low.log(),
+        of_gate[1] if high is None or not spec.high_driven[0] else high.log(),
+    )
 
 
 def _clipped_rows(
-    bounds: tuple[float, float],
+    bounds: tuple[float | torch.Tensor, float | torch.Tensor],
     sequence_level: bool,
     log_ratio: torch.Tensor,
     advantages: torch.Tensor,

@@ -123,6 +123,11 @@ def register(
     """
     check_registered(gate, "verl's ActorConfig")
     if isinstance(entropy, EntropyWindow):
+        check(
+            entropy.scope == "batch",
+            "entropy: verl fits a window once for each update, so scope={!r} has no meaning; pass scope='batch'",
+            entropy.scope,
+        )
         entropy = functools.partial(selected_by, entropy)
     if entropy is not None:
         # The number of ranks is not known yet: the check is that for several.
@@ -220,7 +225,7 @@ def _policy_loss(
         weights=weights,
         token_weight=rollout_is_weights,
         rollout_logp=micro_batch.rollout_logp if gate.reads_rollout else None,
-        token_mask=pushed_units(gate, advantages) if selection is None else None,
+        token_mask=pushed_units(gate, advantages, selection),
         gate_inputs=given,
         selection=selection,
         ref_logp=None if loss.kl is None else micro_batch.ref_logp,

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from ..backends import resolve
+from ..backends import is_reference, resolve
 from ..checks import check
+from ..reference.segments import doubles
 from ..specs import Action, CorrectionSpec, PolicyLossInputs, Reduction, SegmentReduce, Statistic
 from .gates import INPUTS, check_inputs
 from .library import OPERATORS, is_traced, register
@@ -19,7 +20,9 @@ def correction(
     """The factor ``[T]`` of ``inputs.logp - inputs.old_logp``, times ``inputs.token_weight``. ``reduce``: only where
     nothing is :func:`is_traced`."""
     result: torch.Tensor
-    if is_traced(inputs.logp):
+    if is_reference(inputs.logp, backend):  # in float64, and no operator, as in the loss: transforms see each step
+        result = resolve("corrections", inputs.logp, backend).correction(doubles(inputs), spec, reduce)
+    elif is_traced(inputs.logp):
         kinds = (int(spec.statistic), int(spec.reduction), int(spec.action), spec.of_segments, spec.strict)
         result = OPERATORS.correction(*inputs, *kinds, [*spec.low, *spec.high], backend or "")
     else:

@@ -257,7 +257,7 @@ MOST_ROWS = 2**30  # CUDA numbers rows, steps and tiles in 32 bits, and a loop o
 
 
 def check_count(name: str, count: int) -> None:
-    if isinstance(count, torch.SymInt):  # its bound would be a guard of the graph; the operator checks the value
+    if isinstance(count, torch.SymInt) or is_compiling():  # its bound would be a guard; the operator checks the value
         return
     check(
         count <= MOST_ROWS,

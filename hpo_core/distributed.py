@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -49,7 +49,7 @@ def spanning(group: ProcessGroup | None, compute: Callable[..., T], *arguments: 
     """
     if group is None:
         return compute(*arguments, **keywords)
-    return cast(T, untraced(_spanning)(group, compute, arguments, keywords))
+    return untraced(_spanning)(group, compute, arguments, keywords)
 
 
 def _spanning(group: ProcessGroup, compute: Callable[..., T], arguments: Any, keywords: Any) -> T:

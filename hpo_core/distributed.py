@@ -23,7 +23,8 @@ from .checks import check, require_type
 
 # All of them: a caller refuses a dtype in words of its own, on every rank alike.
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
-_FORM = 5  # numbers that describe a rank's tensor: length, place of its dtype, dimensions, and two more sizes
+# Numbers that describe a rank's tensor: length, place of its dtype, dimensions, two more sizes, and how many follow it.
+_FORM = 6
 
 T = TypeVar("T")
 
@@ -93,24 +94,38 @@ def check_is_step(
     )
 
 
-def gather(own: torch.Tensor, group: ProcessGroup, name: str = "process_group") -> list[torch.Tensor]:
+def gather(
+    own: torch.Tensor, group: ProcessGroup, name: str = "process_group", following: int = 0
+) -> list[torch.Tensor]:
     """``own`` ``[n, ...]`` of every rank, in their order; n may differ. Synchronises: sizes are read.
+
+    ``following``: the number of tensors that the caller gathers next.
 
     A rank that has nothing takes dtype and shape from the others: an empty list is a tensor of floats.
 
     Raises:
-        ValueError, TypeError: no units or too many dimensions on a rank, dtypes or shapes that differ; on every rank
-            alike: none is left waiting. They begin with ``name``.
+        ValueError, TypeError: no units or too many dimensions on a rank, dtypes, shapes or numbers of following tensors
+            that differ; on every rank alike: none is left waiting. They begin with ``name``.
     """
     length, *others = own.shape or (1,)
-    form = torch.tensor((length, _DTYPES.index(own.dtype), own.dim(), *others, 0, 0)[:_FORM], device=own.device)
+    sizes_of_own = (length, _DTYPES.index(own.dtype), own.dim(), *others, 0, 0)[: _FORM - 1]
+    form = torch.tensor((*sizes_of_own, following), device=own.device)
     forms = torch.empty(torch.distributed.get_world_size(group), _FORM, dtype=torch.int64, device=own.device)
     torch.distributed.all_gather(list(forms), form, group=group)
     sizes = forms[:, 0].tolist()
-    given = sorted({tuple(form) for size, *form in forms.tolist() if size > 0})
+    next_ones = sorted({number for *_, number in forms.tolist()})
+    check(
+        len(next_ones) == 1,
+        "{}: expected every rank to give the same tensors beside it, got {} of them on one rank and {} on another; "
+        "where one has no mask, pass ones",
+        name,
+        next_ones[0],
+        next_ones[-1],
+    )
+    given = sorted({tuple(form) for size, *form, _ in forms.tolist() if size > 0})
     for _, dimensions, *_ in given:
         check(
-            0 < dimensions <= _FORM - 2,
+            0 < dimensions <= _FORM - 3,
             "{}: expected shape [U] (one per unit), got a tensor of {} dimensions",
             name,
             dimensions,

@@ -258,6 +258,23 @@ def test_compiled_code_leaves_calls_over_ranks_their_ranks():
     assert mean == 3 and grpo.max() < 0  # of all four rewards
 
 
+def masked_on_one_rank(rank):
+    values, mask = torch.tensor([1.0, 100.0]), torch.tensor([True, False]) if rank == 0 else None
+    try:
+        over_ranks(advantages.whiten)(values, torch.ones(2), mask=mask)
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_tensor_that_one_rank_lacks_is_refused_on_all():
+    """The one that has it would wait for the other, whose result would count the tokens that it masks."""
+    said = (
+        "advantages: expected every rank to give the same tensors beside it, got 1 of them on one rank and 2 on another"
+    )
+    for found in on_ranks(2, masked_on_one_rank):
+        assert found and found.startswith(said), found
+
+
 def test_tables_say_the_same_on_every_rank(ranks):
     found, _ = ranks
     got = torch.cat([each["far from 0, tables"] for each in found])

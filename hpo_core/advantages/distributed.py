@@ -91,8 +91,11 @@ def _run(
     require_type(isinstance(first, torch.Tensor), "{}: expected a tensor, got {}", names[0], type(first))
     group = _group(process_group)
     units = -1 if first.dim() < 3 else 0  # of rewards [C, U] or [U], or of sets of candidates [U, M, C]
-    parts = gather(first.movedim(units, 0), group, names[0])
-    everywhere = functools.partial(_everywhere, group, "weights" if is_multi_reward(estimator) else None)
+    of_rewards = "weights" if is_multi_reward(estimator) else None
+    others = [*zip(itertools.chain(names[1:], itertools.repeat("")), rest, strict=False), *keywords.items()]
+    following = sum(_number_of_tensors(of_rewards, name, given) for name, given in others)
+    parts = gather(first.movedim(units, 0), group, names[0], following)
+    everywhere = functools.partial(_everywhere, group, of_rewards)
     whole = estimator(
         torch.cat(parts).movedim(0, units),
         *map(everywhere, itertools.chain(names[1:], itertools.repeat("")), rest),
@@ -128,6 +131,15 @@ def _everywhere(group: torch.distributed.ProcessGroup, of_rewards: str | None, n
     """
     if type(given) in (list, tuple):
         return type(given)(_everywhere(group, of_rewards, name, each) for each in given)
-    if not isinstance(given, torch.Tensor) or given.dim() != 1 or name == of_rewards:
-        return given
-    return torch.cat(gather(given, group, name))
+    return torch.cat(gather(given, group, name)) if _is_of_units(of_rewards, name, given) else given
+
+
+def _is_of_units(of_rewards: str | None, name: str, given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and given.dim() == 1 and name != of_rewards
+
+
+def _number_of_tensors(of_rewards: str | None, name: str, given: Any) -> int:
+    """The number of tensors in an argument that belong to units."""
+    if type(given) in (list, tuple):
+        return sum(_number_of_tensors(of_rewards, name, each) for each in given)
+    return int(_is_of_units(of_rewards, name, given))

@@ -1,5 +1,6 @@
 """How gates are made: constructors, their numbers, and the gates that a trainer refuses."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -237,3 +238,10 @@ def test_sources_are_those_of_the_method():
 
 def test_weights_of_advantages_scale_the_first_order():
     assert {gate.first_order for gate in (gates.opmd(), gates.a_lol(), gates.nft())} == {gates.FirstOrder.SCALED}
+
+
+@pytest.mark.parametrize("made", [gates.tis(), gates.Correction(gates.Action.MASK), hpo.entropy.ares()], ids=type)
+def test_all_fields_make_the_same_again(made):
+    """FSDP1 does so with dataclasses among a module's arguments."""
+    again = dataclasses.replace(made, **{each.name: getattr(made, each.name) for each in dataclasses.fields(made)})
+    assert again == made and again.__dict__.keys() == made.__dict__.keys()

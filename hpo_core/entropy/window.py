@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed
@@ -74,7 +74,8 @@ class EntropyWindow(Short):
     scope: str = "batch"
     source: str = field(default="", repr=False, compare=False)
     provenance: Provenance | None = field(default=None, repr=False, compare=False)
-    _fits: str = field(init=False, repr=False, compare=False)  # WindowState.fitted_by
+    if TYPE_CHECKING:  # no field at run time, see RatioGate
+        _fits: str = field(init=False)  # WindowState.fitted_by
 
     def __post_init__(self) -> None:
         window = Window(self.first, self.last, "mean", self.boundary, self.invalid)  # which checks them

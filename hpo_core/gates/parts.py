@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..arguments import Short, check_flag, check_member, check_number, check_numbers, is_finite
 from ..checks import check, require_type
@@ -264,7 +265,8 @@ class Correction(Short):
     channel: Channel = Channel.DISCREPANCY
     statistic: Statistic = Statistic.LOG_RATIO
     strict: bool = False
-    _spec: CorrectionSpec = field(init=False, repr=False, compare=False)
+    if TYPE_CHECKING:  # see RatioGate
+        _spec: CorrectionSpec = field(init=False)
 
     def __post_init__(self) -> None:
         check_member("action", self.action, Action)

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -144,11 +144,13 @@ class RatioGate(Short):
     # Results of a gate do not depend on these, so gates that differ in them alone are equal.
     source: str = field(default="", repr=False, compare=False)
     provenance: Provenance | None = field(default=None, repr=False, compare=False)
-    # Made once: every loss call asks for them.
-    _spec: PolicyLossSpec = field(init=False, repr=False, compare=False)
-    _facts: tuple[bool, bool, bool] = field(init=False, repr=False, compare=False)
-    required: Mapping[str, str] = field(init=False, repr=False, compare=False)
-    level_units: tuple[Unit, ...] = field(init=False, repr=False, compare=False)
+    # Made once, because every loss call asks for them. No fields at run time: FSDP1 makes the dataclasses among a
+    # module's arguments again, from all their fields.
+    if TYPE_CHECKING:
+        _spec: PolicyLossSpec = field(init=False)
+        _facts: tuple[bool, bool, bool] = field(init=False)
+        required: Mapping[str, str] = field(init=False)
+        level_units: tuple[Unit, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self._check_kinds()

@@ -110,6 +110,15 @@ def test_a_kernel_without_losses_of_tokens_is_compared_by_its_gradient():
         testing.explain(example.given(rollout_logp=example.logp), kernel)
 
 
+def test_a_gradient_of_another_shape_is_named():
+    def kernel(*given, **keywords):
+        out = hpo.policy_loss_and_grad(*given, **keywords)
+        return out._replace(grad=out.grad[1:])
+
+    with pytest.raises(AssertionError, match=r"expected \.grad of shape \[17\], that of logp; .* one of shape \[16\]"):
+        testing.explain(example_of(gates.dapo()), kernel)
+
+
 @pytest.mark.parametrize("window", [entropy.ares(3, "0.5"), entropy.forking_tokens("0.5")], ids=lambda w: w.name)
 def test_a_threshold_that_fit_returned_differs_nowhere(window, backend):
     """The token at the threshold is selected by the scores that it was fitted on; in float64 a sum may lie below it."""

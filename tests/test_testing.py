@@ -281,6 +281,9 @@ def test_unknown_names_are_refused():
         testing.check(biased_std, "grpo", only=["exakt"])
     with pytest.raises(ValueError, match="features: expected names"):
         testing.random_policy_loss(features=["weight"])
+    for name in ("only", "features"):
+        with pytest.raises(TypeError, match=rf"^{name}: expected a tuple of names, got 'kl'; pass \('kl',\)"):
+            testing.check(hpo.policy_loss, **{name: "kl"})
     for wrong, made in (
         ({"gate": "dapo"}, "gates.dapo"),
         ({"penalty": 0.1}, "kl.k3"),
@@ -298,7 +301,7 @@ def test_unknown_names_are_refused():
             testing.check(hpo.policy_loss, op, **unread)
     with pytest.raises(ValueError, match=r"^padded: a mask \[B, L\] has no steps, .*'p3o'"):
         testing.check(padded_ppo, gate=gates.reconstructed.p3o(), padded=True)
-    for wrong in ({"features": ["windows"]}, {"device": "gpu"}, {"examples": 0}):
+    for wrong in ({"features": ["windows"]}, {"device": "gpu"}, {"examples": 0}, {"examples": True}, {"seed": "x"}):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected "):
             testing.check(hpo.policy_loss, **wrong)
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ..entropy import EntropyWindow
 from ..gates import RatioGate
 from ..kl import KLPenalty
 from . import promises_of_entropy  # noqa: F401 (it makes promises)
-from .examples import PolicyLossExample, move
+from .examples import PolicyLossExample, check_names, move
 from .expected import Outcome, accepts
 from .promises import GRADIENT, PROMISES, SHOWN, UNWRITTEN, Inapplicable, Promise, Run, Undefined
 from .promises_of_losses import NOTHING_VALID, has_tokens
@@ -160,6 +161,7 @@ def check(
     grpo: of 1 promises 1 kept, 0 broken, 0 not supported; 3 examples each
       pass           deterministic
     """
+    check_names("only", only)
     kind, asked = _kind(op), promises(op) if only is None else tuple(only)
     require(
         not set(asked) - set(promises(op)),
@@ -174,7 +176,8 @@ def check(
         require_type(
             given is None or isinstance(given, made), "{}: expected one such as {}, got {!r}", name, such, given
         )
-    require(isinstance(examples, int) and examples >= 1, "examples: expected an integer >= 1, got {!r}", examples)
+    require(_is_integer(examples) and examples >= 1, "examples: expected an integer >= 1, got {!r}", examples)
+    require(_is_integer(seed), "seed: expected an integer, got {!r}", seed)
     _check_device(device)
     arguments = {
         "gate": gate, "penalty": penalty, "estimator": estimator, "window": window, "padded": padded,
@@ -226,6 +229,10 @@ def check(
         if promise.name in asked
     ]
     return Report(op, tuple(verdicts), examples, subject.notes)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _check_device(device: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from .. import gates
 from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check, examined
+from ..checks import check, examined, require_type
 from ..entropy import EntropyWindow, Selection, WindowState
 from ..gates import Channel, Clip, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
@@ -186,7 +186,15 @@ class PolicyLossExample(NamedTuple):
         return self.without("window", "threshold").given(selection=selection)
 
 
+def check_names(argument: str, names: Any) -> None:
+    """A str is a collection of strings, too: its letters."""
+    require_type(
+        not isinstance(names, str), "{}: expected a tuple of names, got {!r}; pass ({!r},)", argument, names, names
+    )
+
+
 def check_features(features: Collection[str]) -> None:
+    check_names("features", features)
     unknown = sorted(set(features) - set(FEATURES))
     check(not unknown, "features: expected names from {}, got {}", ", ".join(FEATURES), unknown)
 

@@ -86,15 +86,24 @@ def outcome_of(out: Any, leaf: torch.Tensor, incoming: torch.Tensor | None = Non
         f"returned {found}"
     )
     tokens, metrics = getattr(out, "tokens", None), getattr(out, "metrics", None)
-    tokens = tokens if tokens is None else tokens.reshape(leaf.shape)
+    tokens = tokens if tokens is None else _of_tokens("tokens", tokens, leaf)
     if not gradient:
         return Outcome(loss.detach(), None, tokens, metrics)
     if not isinstance(out, torch.Tensor) and hasattr(out, "grad"):
         if incoming is not None:
             raise Inapplicable("the kernel returns its gradient itself")
-        return Outcome(loss.detach(), out.grad.reshape(leaf.shape), None, metrics)
+        return Outcome(loss.detach(), _of_tokens("grad", out.grad, leaf), None, metrics)
     assert loss.requires_grad, "the loss is not connected to logp; gradient=False judges a loss without a gradient"
     return Outcome(loss.detach(), differentiate(loss, leaf, incoming), tokens, metrics)
+
+
+def _of_tokens(name: str, part: Any, leaf: torch.Tensor) -> torch.Tensor:
+    """A part of an outcome in the shape of ``logp``, which may be padded beside a packed one."""
+    found = f"one of shape {list(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
+    assert isinstance(part, torch.Tensor) and part.numel() == leaf.numel(), (
+        f"expected .{name} of shape {list(leaf.shape)}, that of logp; the kernel returned {found}"
+    )
+    return part.reshape(leaf.shape)
 
 
 def differentiate(out: torch.Tensor, leaf: torch.Tensor, incoming: torch.Tensor | None) -> torch.Tensor:

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+import hpo_core as hpo
 from hpo_core import gates, testing
+from hpo_core.gates import Drop, Level, LogClip, RatioGate, Rollback, Tanh, Unit
 from hpo_core.metrics import slot
 from hpo_core.testing import Expected, Layout
+from hpo_core.testing.strategies import LONG
 
 # ---------------------------------------------------------------------------------------------------------- the budget
 
@@ -102,6 +105,45 @@ def test_log_ratios_keep_off_every_branch_and_reach_every_side(gate):
             assert (distance.abs() >= 1e-5).all()
             sides |= {(bound, bool(above)) for above in distance > 0}
     assert len(sides) == 2 * len({*clip.low, *clip.high} - {0.0, float("inf")})
+
+
+@pytest.mark.parametrize(
+    ("token", "level"),
+    [
+        (LogClip((-0.2, -0.2), (0.2, 0.2)), Level(Tanh(0.1), unit=Unit.STEP)),
+        (Drop(), Level(LogClip((-0.2, -0.1), (0.2, 0.3)), unit=Unit.STEP)),
+        (Drop(), Level(Rollback((0.2, 0.1)), unit=Unit.STEP)),
+    ],
+    ids=str,
+)
+def test_residuals_keep_off_the_bounds_of_every_level(token, level):
+    """On the aggregate of the level above, which is that of a trajectory."""
+    gate = RatioGate("own", token, (level, Level(Tanh(0.5))))
+    of_level = level.gate if isinstance(token, Drop) else token
+    bounds = of_level.budgets if isinstance(of_level, Rollback) else {*of_level.low, *of_level.high}
+    tried = 0
+    for seed in range(40):
+        example = testing.random_policy_loss(0, gate, {"weights"}, layout=Layout(LONG, seed=seed))
+        x, valid, step = example.log_ratio(), example.valid(), example.batch.step_of_token()
+        valid, row = valid & (step >= 0), example.row().clamp(min=0)
+        counts = [torch.zeros(len(x)).double().index_add(0, ids[valid], x[valid] ** 0) for ids in (step, row)]
+        means = [
+            torch.zeros(len(x)).double().index_add(0, ids[valid], x[valid]) / count.clamp(min=1)
+            for ids, count in zip((step, row), counts, strict=True)
+        ]
+        of_step, of_row = means[0][step.clamp(min=0)], means[1][row]
+        residual = (of_step - of_row if isinstance(token, Drop) else x - of_step)[valid]
+        residual = residual.abs() if isinstance(of_level, Rollback) else residual
+        tried += residual.numel()
+        assert all(bool(((residual - bound).abs() >= 1e-5).all()) for bound in bounds), seed
+    assert tried > 50_000
+
+
+@pytest.mark.parametrize("gate", [gates.gspo(), gates.cispo(), gates.dapo()], ids=lambda gate: gate.name)
+def test_bounds_are_drawn_where_the_gate_has_some(gate):
+    example = testing.random_policy_loss(0, gate, {"bounds"}, layout=Layout((3, 4)))
+    assert (example.gate_inputs.bounds is not None) == gate.takes_bounds
+    hpo.policy_loss(*example[:4], gate, **example.keywords)
 
 
 def test_poison_reaches_every_hole_and_nothing_else():

@@ -18,18 +18,24 @@ from ..arguments import examines
 from ..batch import PackedBatch
 from ..checks import check, examined, require_type
 from ..entropy import EntropyWindow, Selection, WindowState
-from ..gates import Channel, Clip, GateInputs, RatioGate
+from ..gates import Channel, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
-from ..specs import Unit
+from ..prepared import prepare
+from ..reference.gates import gate_tokens, read_tokens
+from ..reference.hierarchy import bounds_of_tokens
+from ..reference.segments import flat
+from ..specs import LevelKind, TokenGate, Unit
 from .budget import MARGIN
 from .layouts import Layout, below, random_layout, row_of_tokens, valid_tokens, wide_ids
 
+SAME = 1e-12  # the size of a residual that is 0 but for the rounding of float64
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 # ------------------------------------------------------------------------------------------------------ policy losses
 
 # The optional inputs of a policy loss. "trajectories": some trajectories have several rows; "on_policy": no old_logp;
-# "kl_weight": a selection with factors on the penalty, which only a call with "kl" and without "window" takes.
+# "kl_weight": a selection with factors on the penalty, which only a call with "kl" and without "window" takes;
+# "bounds": bounds per token, where the gate has bounds for them to replace.
 FEATURES = (
     "trajectories",
     "weights",
@@ -208,8 +214,9 @@ def random_policy_loss(
     penalty: KLPenalty | None = None,
     layout: Layout | None = None,
 ) -> PolicyLossExample:
-    """An example for ``policy_loss`` whose log-ratios keep ``MARGIN`` to every point where the gate changes branch;
-    with ``rollout_logp`` if the gate reads it.
+    """An example for ``policy_loss``, with ``rollout_logp`` if the gate reads it. Its log-ratios and their residuals
+    keep ``MARGIN`` to the bounds of clips, of tokens and of levels, and to the budgets of rollbacks. They keep none to
+    the end of a rollback's zone, to the budget of ``Excess`` and to the bounds of corrections.
 
     Args:
         gate: default ``gates.ppo_clip()``.
@@ -249,7 +256,7 @@ def random_policy_loss(
     if "token_weight" in features:
         keywords["token_weight"] = uniform(tokens, 0.2, 2.0)
     inputs = GateInputs()
-    if "bounds" in features or "bounds" in gate.required:
+    if ("bounds" in features and gate.takes_bounds) or "bounds" in gate.required:
         inputs = inputs._replace(bounds=(uniform(tokens, 0.6, 0.95), uniform(tokens, 1.05, 1.5)))
     if "target" in gate.required:
         inputs = inputs._replace(target=uniform(units, 0.2, 0.8))
@@ -286,20 +293,34 @@ def random_policy_loss(
 
 
 def _near_branches(example: PolicyLossExample) -> torch.Tensor:
-    """Whether the log-ratio of a token, or the mean of its trajectory, is nearer to a bound than ``MARGIN``."""
-    gate, x, valid = example.gate, example.log_ratio(), example.valid()
-    near = torch.zeros_like(valid)
-    if isinstance(gate.token, Clip):
-        bounds: list[torch.Tensor] = [x.new_tensor(bound) for bound in (*gate.token.low, *gate.token.high)]
-        bounds += [bound.double() for bound in example.gate_inputs.bounds or () if bound is not None]
+    """Whether a log-ratio or a residual of a token is nearer than ``MARGIN`` to a bound, for either sign of A."""
+    read = ("advantage_level", "gate_inputs", "rollout_logp")
+    keywords = {name: value for name, value in example.keywords.items() if name in read}
+    inputs, spec, exchange, *_ = prepare(
+        example.logp.double(), example.old_logp, example.advantages, example.batch, example.gate,
+        backend="reference", **keywords,
+    )  # fmt: skip
+    inputs = flat(inputs)
+    tokens = read_tokens(inputs, spec)
+    near = torch.zeros_like(tokens.valid)
+
+    def mark(u: torch.Tensor, *bounds: torch.Tensor | float) -> None:
+        # The residual of a segment that is all of the coarser one is 0, whatever is drawn.
+        free = tokens.valid & ((u.abs() > SAME) if spec.is_hierarchical else tokens.valid)
         for bound in bounds:
-            near |= valid & ((x - bound.log()).abs() < MARGIN)
-    if gate.level is not None and isinstance(gate.level.gate, Clip) and bool(valid.any()):
-        owner, x = example.trajectory()[valid], x[valid]
-        count = x.new_zeros(example.batch.rows).index_add(0, owner, torch.ones_like(x))
-        mean = (x.new_zeros(example.batch.rows).index_add(0, owner, x) / count)[owner]
-        for number in (*gate.level.gate.low, *gate.level.gate.high):
-            near[valid] |= (mean - x.new_tensor(number).log()).abs() < MARGIN
+            near.logical_or_(free & ((u - bound).abs() < MARGIN))
+
+    if spec.term is not None:
+        mark(tokens.x, *spec.term.pre_low, *spec.term.pre_high)
+    for _, (of_token, *levels) in gate_tokens(tokens, inputs, spec, exchange):
+        for sign in (0, 1) if spec.token is TokenGate.CLIP else ():
+            negative = torch.full_like(tokens.negative, sign)
+            mark(of_token.residual, *bounds_of_tokens(negative, tokens.given, inputs, spec))
+        for gated, level in zip(levels, spec.levels, strict=True):
+            if level.gate is LevelKind.CLIP:
+                mark(gated.residual, *level.low, *level.high)
+            elif level.gate is LevelKind.ROLLBACK:
+                mark(gated.residual.abs(), *level.high)
     return near
 
 

@@ -1,13 +1,15 @@
 """The budget of errors, and the generators of examples, that check() works with."""
 
+import math
+
 import pytest
 import torch
 
 import hpo_core as hpo
 from hpo_core import gates, testing
-from hpo_core.gates import Drop, Level, LogClip, RatioGate, Rollback, Tanh, Unit
+from hpo_core.gates import Clip, Drop, Head, Level, LogClip, Penalty, RatioGate, Rollback, Routing, Tanh, Unit
 from hpo_core.metrics import slot
-from hpo_core.testing import Expected, Layout
+from hpo_core.testing import Expected, Layout, PolicyLossExample
 from hpo_core.testing.strategies import LONG
 
 # ---------------------------------------------------------------------------------------------------------- the budget
@@ -59,6 +61,68 @@ def test_an_exponential_off_by_4_ulp_is_beyond_the_budget(ulps):
     testing.assert_within_budget("right", metrics(0), expected)
     with pytest.raises(AssertionError, match=r"1 of .* elements are off"):
         testing.assert_within_budget("wrong", metrics(ulps), expected)
+
+
+def magnitudes(gate, x, advantages, **keywords):
+    """Of loss_t and the gradient, of one row with these log-ratios and weight 1."""
+    x, advantages = torch.tensor(x), torch.tensor(advantages)
+    batch, token = hpo.PackedBatch.from_lengths([len(x)]), {"advantage_level": "token", "weights": torch.ones(1)}
+    found = testing.expect_policy_loss(
+        PolicyLossExample(x, torch.zeros_like(x), advantages, batch, gate, token | keywords)
+    )
+    return found["tokens"].magnitude.tolist(), found["grad"].magnitude.tolist()
+
+
+def test_the_magnitude_of_a_gradient_through_levels_is_that_of_every_path():
+    """A token's own residual, the mean in the residuals of tokens, and the mean in the gate above."""
+    gate = RatioGate("tanh_budget", LogClip((-0.2, -0.2), (0.2, 0.2)), (Level(Tanh(0.1)),))
+    x, advantages, mean = [0.5, 0.1, -0.45], [1.0, -2.0, 0.5], 0.05
+    gated = [0.2, 0.05, -0.2]  # of which the second is inside its bounds
+    bent = math.tanh(mean / 0.1)
+    force = [abs(a) * math.exp(each + 0.1 * bent) for a, each in zip(advantages, gated, strict=True)]
+    tokens, grad = magnitudes(gate, x, advantages)
+    assert tokens == pytest.approx(force)
+    through = force[1] / 3 + sum(force) / 3 * (1 + bent**2)  # of a slope of 1 - tanh^2
+    assert grad == pytest.approx([through, force[1] + through, through])
+
+
+def test_paths_that_cancel_by_construction_have_no_magnitude():
+    """A residual below a straight-through aggregate does not depend on the token; without levels there is one path."""
+    force = [abs(a) * math.exp(x) for a, x in ((1.0, 0.1), (-2.0, -0.1))]
+    alone = magnitudes(RatioGate("alone", Clip((0.5, 0.5), (2.0, 2.0))), [0.1, -0.1], [1.0, -2.0])
+    assert alone[0] == pytest.approx(force) and alone[1] == pytest.approx(force)
+    level = Level(LogClip((-0.5, -0.5), (0.5, 0.5)), routing=Routing.SELF)
+    straight = magnitudes(RatioGate("straight", gates.Identity(), (level,)), [0.1, -0.1], [1.0, -2.0])
+    assert straight[1] == pytest.approx(force)
+
+
+@pytest.mark.parametrize(
+    ("head", "loss", "slope"),
+    [
+        (Head.MIRROR, lambda z, r: 3 * r + 2 * (z * r + r + 1), lambda z, r: 3 * r + 2 * z * r),
+        (Head.SIMPLE, lambda z, r: 3 * r + 3 / 4 * (r - 1) * (r + 1), lambda z, r: 3 * r + 3 / 2 * r * (r + 1)),
+        (Head.LOG, lambda z, r: 3 * z + z**2, lambda z, r: 3 + 2 * z),
+        (Head.TARGET, lambda z, r: 3 * (r + 1.25), lambda z, r: 3 * r),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)  # fmt: skip
+def test_the_magnitude_of_a_head_of_several_terms(head, loss, slope):
+    gate = RatioGate("own", Clip((0.5, 0.5), (2.0, 2.0)), head=head, head_numbers=(2.0, 2.0))
+    given = {"gate_inputs": gates.GateInputs(target=torch.tensor([1.25]))} if gate.takes_target else {}
+    tokens, grad = magnitudes(gate, [0.25], [3.0], **given)
+    assert tokens == pytest.approx([loss(0.25, math.exp(0.25))])
+    assert grad == pytest.approx([slope(0.25, math.exp(0.25))])
+    penalised = RatioGate("own", Clip((0.5, 0.5), (2.0, 2.0)), penalty=Penalty.K2, penalty_coefficient=4.0)
+    tokens, grad = magnitudes(penalised, [-0.25], [3.0])  # the derivatives have different signs
+    assert tokens == pytest.approx([3 * math.exp(-0.25) + 2 * 0.25**2])
+    assert grad == pytest.approx([3 * math.exp(-0.25) + 4 * 0.25])
+
+
+def test_the_magnitude_of_a_saturated_ratio_is_that_of_its_head():
+    """The square of a ratio saturates at e^25, and so do the terms of a budget."""
+    gate = RatioGate("own", gates.Identity(), head=Head.MIRROR, head_numbers=(2.0, 2.0))
+    _, (grad,) = magnitudes(gate, [50.0], [3.0])
+    assert grad == pytest.approx(math.exp(25) * (3 + 2 * 25))
 
 
 # ------------------------------------------------------------------------------------------------------ the generators

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -18,7 +17,10 @@ from ..losses import PolicyLoss, policy_loss
 from ..metrics import SLOTS, Metrics
 from ..prepared import prepare
 from ..reference import gates as formulas
-from ..specs import Head, KLEstimator, KLGradient, Routing
+from ..reference.hierarchy import Channel, combined
+from ..reference.segments import flat
+from ..reference.terms import MOST, SATURATION, deviation_of, factor_beyond
+from ..specs import Head, KLEstimator, KLGradient, LevelKind, Penalty, PolicyLossSpec, Routing
 from .budget import Expected
 from .examples import PolicyLossExample, RewardsExample, move
 from .examples_of_entropy import WindowExample
@@ -157,43 +159,124 @@ def _eager_loss(
     return PolicyLoss(loss, Metrics(vector), tokens, None, ())
 
 
-# Heads that pull the ratio back to 1, each with the head and the numbers that remain without the pull.
-_WITHOUT_PULL = {
-    Head.SIMPLE: (Head.LINEAR, (0.0, 0.0)),
-    Head.MIRROR: (Head.LINEAR, (0.0, 0.0)),
-    Head.LOG: (Head.LOG, (0.0, 0.0)),
-}
+# Heads that pull the ratio back to 1, each with the head that remains without the pull, where its number is 0.
+_WITHOUT_PULL = {Head.SIMPLE: Head.LINEAR, Head.MIRROR: Head.LINEAR, Head.LOG: Head.LOG}
+
+
+def _policy_magnitudes(example: PolicyLossExample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of absolute values of the terms of the policy term and of the gate's own penalty: loss_t and gradient."""
+    logp = example.logp.double().requires_grad_()
+    keywords = {name: value for name, value in example.keywords.items() if name not in ("report", "backend")}
+    keywords |= {name: value.double() for name, value in keywords.items() if name == "entropy"}
+    inputs, spec, exchange, *_ = prepare(
+        logp, example.old_logp, example.advantages, example.batch, example.gate, backend="reference", **keywords
+    )
+    inputs = flat(inputs)
+    tokens = formulas.read_tokens(inputs, spec)
+    channels = formulas.gate_tokens(tokens, inputs, spec, exchange)
+    z, below, above = combined(channels)
+    most = MOST.get(spec.head, SATURATION)
+    z = z.detach().clamp(-most, most).requires_grad_()
+    plain = spec
+    if spec.head in _WITHOUT_PULL:
+        assert spec.term is not None
+        plain = spec._replace(head=_WITHOUT_PULL[spec.head], term=spec.term._replace(head_numbers=(0.0, 0.0)))
+    weighted, loss_t = formulas.policy_terms(tokens, plain, z, below, above)
+    by_z, direct = (each.abs() for each in _derivatives(weighted, z, inputs.logp))
+    value = loss_t.abs()
+    if spec.term is not None:
+        size = sum(level.value.detach().abs() for _, levels in channels for level in levels)
+        assert isinstance(size, torch.Tensor)
+        factor = factor_beyond(below, above, tokens.negative, spec.term, logp)
+        kept = torch.where(tokens.selected, tokens.token_weight * factor, 0.0).abs().detach()
+        value, slope = _value_and_pull(tokens, spec, z.detach(), size.clamp(max=most), kept, value)
+        by_z = by_z + tokens.weight.abs() * slope
+    grad = direct + _through_gates(channels, spec, by_z, inputs.logp)
+    if spec.term is not None and spec.term.penalty is not Penalty.NONE:
+        pays = tokens.valid if inputs.penalty_mask is None else tokens.valid & inputs.penalty_mask
+        own = _own_penalty_terms(spec.term.penalty, tokens.x.detach())
+        paid, slope = (torch.where(pays, abs(spec.term.penalty_coefficient) * term, 0.0) for term in own)
+        value, grad = value + paid, grad + tokens.weight.abs() * slope
+    return value.reshape(example.logp.shape), grad.reshape(example.logp.shape)
+
+
+def _value_and_pull(
+    tokens: formulas.Tokens,
+    spec: PolicyLossSpec,
+    z: torch.Tensor,
+    size: torch.Tensor,
+    kept: torch.Tensor,
+    value: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The terms of the objective of a token, of which ``value`` are those without a pull, and those of the pull's
+    derivative by z. ``size``: the sum of the absolute gated residuals, which may cancel in z."""
+    assert spec.term is not None
+    number, scale = z.new_tensor(spec.term.head_numbers)[tokens.negative], kept * tokens.advantage.abs().nan_to_num(0.0)
+    ratio, none = torch.exp(z), torch.zeros_like(z)
+    if spec.head is Head.MIRROR:  # p (z r - r + 1)
+        pull = kept * number
+        return value + pull * (size * ratio + ratio + 1), pull * size * ratio
+    if spec.head is Head.LOG:  # p z^2 / 2
+        pull = kept * number
+        return value + pull * size.square() / 2, pull * size
+    if spec.head is Head.SIMPLE:  # |A| (r - 1)^2 / (2 p)
+        pull = scale / number
+        return value + pull / 2 * (ratio - 1).abs() * (ratio + 1), pull * ratio * (ratio + 1)
+    if spec.head is Head.TARGET:  # |A| |r - target|
+        return torch.where(tokens.selected, scale * (ratio + tokens.target.abs()), 0.0), none
+    if spec.head is Head.CENSORED:  # A (1 + d +- z)
+        deviation = deviation_of(tokens.x.detach()).abs()
+        left = torch.where(deviation + z >= 0, deviation + z.abs(), 0.0)
+        return scale * (1 + left), none
+    return value, none
+
+
+def _through_gates(
+    channels: tuple[Channel, ...], spec: PolicyLossSpec, by_z: torch.Tensor, logp: torch.Tensor
+) -> torch.Tensor:
+    """The terms of the gradient that arrive through z, of which ``by_z`` are the absolute derivatives. The residual of
+    each level is a term of z, and each of the two aggregates that it is a difference of has a path of its own to the
+    tokens: a sum over its segment where it carries gradient."""
+    total = torch.zeros_like(by_z)
+    # The token itself and an aggregate that is routed SELF have the same path, so their difference has none.
+    own = [True, *(level.routing is Routing.SELF for level in spec.levels), False]
+    for _, levels in channels:
+        aggregates = [level.aggregate for level in levels] + [torch.zeros_like(by_z)]
+        for k, level in enumerate(levels):
+            if own[k] and own[k + 1]:
+                continue
+            (slope,) = _derivatives(level.value, level.residual)
+            if k > 0 and spec.levels[k - 1].gate is LevelKind.TANH:  # 1 - tanh^2
+                slope = 2 - slope
+            for aggregate in aggregates[k : k + 2]:
+                if aggregate.requires_grad:
+                    (arrived,) = torch.autograd.grad(aggregate, logp, by_z * slope.abs(), retain_graph=True)
+                    total = total + arrived.abs()
+    return total
+
+
+def _derivatives(out: torch.Tensor, *by: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The derivatives of the sum of ``out``, 0 where it does not depend on one."""
+    if not out.requires_grad or not all(each.requires_grad for each in by):
+        return tuple(torch.zeros_like(each) for each in by)
+    return torch.autograd.grad(out.sum(), by, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+
+def _own_penalty_terms(penalty: Penalty, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absolute values of the terms of the gate's own penalty and of its derivative."""
+    one, size, e = torch.ones_like(x), x.abs(), torch.exp(x)
+    return {
+        Penalty.K1: (size, one), Penalty.K2: (x.square() / 2, size), Penalty.ABSOLUTE: (size, one)
+    }.get(penalty, (e + 1 + size, e + 1))  # fmt: skip
 
 
 def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.Tensor]:
-    """Sums of absolute values of terms. The terms of the gradient or of loss_t at a token are:
-
-    * the policy term, itself a sum over the trajectory if the trajectory's mean carries the gradient. Under a head that
-      pulls back it is two terms that may cancel, ``A r`` or ``A logp`` and the pull; so it is under a censored head,
-      where one goes through the token's own ratio and one through the sum of the trajectory;
-    * the penalty.
-    """
+    """Sums of absolute values of the terms that make the outputs. The terms of the gradient or of loss_t at a token are
+    those of the policy term, of the gate's own penalty and of the penalty ``kl``."""
     valid, x = example.valid(), example.log_ratio()
     x = torch.where(torch.isfinite(x), x, 0.0).clamp(-60, 60)
-    level, penalty = example.gate.level, example.keywords.get("kl")
-    parts, alone = [exact], example.without("kl", "ref_logp")
-    if level is not None and level.routing is Routing.THROUGH:  # terms of both signs add up: take each sign alone
-        signs = (example.advantages.clamp(min=0), example.advantages.clamp(max=0))
-        parts = [_reference(alone._replace(advantages=sign), torch.float64) for sign in signs]
-    elif penalty is not None:
-        parts = [_reference(alone, torch.float64)]
-    if example.gate.head in _WITHOUT_PULL:
-        head, numbers = _WITHOUT_PULL[example.gate.head]
-        unpulled = dataclasses.replace(example.gate, head=head, head_numbers=numbers)
-        parts.append(_reference(alone._replace(gate=unpulled), torch.float64))
-    tokens, grad = torch.zeros_like(x), torch.zeros_like(x)
-    for part in parts:
-        assert part.tokens is not None
-        tokens, grad = tokens + part.tokens.abs(), grad + _grad(part).abs()
-    if example.gate.head is Head.CENSORED:
-        levels = tuple(dataclasses.replace(each, routing=Routing.STOPPED) for each in example.gate.levels)
-        own = alone._replace(gate=dataclasses.replace(example.gate, levels=levels))
-        grad = grad + _grad(_reference(own, torch.float64)).abs()
+    penalty = example.keywords.get("kl")
+    tokens, grad = _policy_magnitudes(example)
 
     weights = example.spread(example.weights().double())
     weights = torch.where(valid & torch.isfinite(weights), weights, 0.0).abs()

@@ -1,6 +1,7 @@
 """check() on right and wrong kernels, on the losses of verl and TRL, and the stopwatch beside it."""
 
 import collections
+import dataclasses
 import functools
 import inspect
 import types
@@ -329,6 +330,36 @@ def test_our_own_loss_keeps_its_promises_under_every_gate(name):
     report.raise_for_broken()
     coarse = {level.unit for level in CATALOGUE[name].levels} & {gates.Unit.GROUP, gates.Unit.DOMAIN}
     assert sum("whose rows see each other" in each.detail for each in report.verdicts) == (2 if coarse else 0)
+
+
+BUDGET = gates.RatioGate("tanh_budget", gates.LogClip((-0.2, -0.2), (0.2, 0.2)), (gates.Level(gates.Tanh(0.1)),))
+BOUNDED = gates.Clip((0.8, 0.8), (1.2, 1.2))
+OWN = {
+    "docs/own_gate.md": BUDGET,
+    "two levels": dataclasses.replace(
+        BUDGET, levels=(*BUDGET.levels, gates.Level(gates.Tanh(0.1), unit=gates.Unit.GROUP))
+    ),
+    "clip, target": gates.RatioGate("own", BOUNDED, head=gates.Head.TARGET),
+    "tanh, target": gates.RatioGate("own", gates.Drop(), (gates.Level(gates.Tanh(0.1)),), gates.Head.TARGET),
+    "mirror": gates.RatioGate("own", BOUNDED, head=gates.Head.MIRROR, head_numbers=(1.0, 1.0)),
+}
+
+
+@pytest.mark.parametrize("gate", OWN.values(), ids=OWN)
+def test_our_own_loss_keeps_its_promises_under_a_gate_of_the_user(gate):
+    """Terms may cancel in the gradient of a segment, in a pull and in a slope of 1 - tanh^2."""
+    for seed in (0, 1):
+        testing.check(hpo.policy_loss, gate=gate, examples=60, seed=seed, backend="cpu").raise_for_broken()
+
+
+@pytest.mark.parametrize("gate", [BUDGET, OWN["mirror"]], ids=lambda gate: gate.name)
+def test_a_kernel_off_by_a_millionth_under_a_gate_of_the_user_is_found(gate):
+    def off(*given, **named):
+        out = hpo.policy_loss_and_grad(*given, **named)
+        return out._replace(grad=out.grad * (1 + 1e-6 * (out.grad > 0)))
+
+    off = functools.wraps(hpo.policy_loss_and_grad)(off)
+    assert testing.check(off, gate=gate, examples=60, only=["exact"]).broken == ("exact",)
 
 
 def test_without_weights_a_gate_of_steps_counts_the_tokens_in_steps():

@@ -24,6 +24,7 @@ from kernels_to_check import (
 
 import hpo_core as hpo
 from hpo_core import testing
+from hpo_core.gates import Level, LogClip, RatioGate, Tanh
 from hpo_core.reference.entropy import order_statistic
 from hpo_core.specs import OrderRule
 from hpo_core.testing.promises import UNWRITTEN
@@ -260,6 +261,14 @@ def ppo_of(*returned):
 def test_what_a_kernel_returns_instead_is_named(kernel, op, detail):
     (verdict,) = testing.check(kernel, op, examples=10, only=["exact"]).verdicts
     assert verdict.kept is False and re.search(detail, verdict.detail), verdict.detail
+
+
+def test_a_score_at_the_threshold_is_selected_under_a_gate_whose_gradients_cancel():
+    gate = RatioGate("tanh_budget", LogClip((-0.2, -0.2), (0.2, 0.2)), (Level(Tanh(0.1)),))
+    (promise,) = (name for name in testing.promises() if name.startswith("ties: a score"))
+    kernel = functools.partial(strict, gate=gate)
+    assert testing.check(hpo.policy_loss, gate=gate, examples=EXAMPLES, only=[promise]).kept == (promise,)
+    assert any(testing.check(kernel, gate=gate, examples=100, only=[promise], seed=seed).broken for seed in range(3))
 
 
 BLOCK = 512

@@ -217,7 +217,8 @@ def test_select_from_tiling_steps():
 
 def test_ranges_with_equal_ids_are_one_step():
     step, trajectory = full().hierarchy((hpo.gates.Unit.STEP, hpo.gates.Unit.TRAJECTORY)).ancestors.tolist()
-    assert step == [0, 1, 2, 0, 2]  # a segment has the number of its first range; -1 names none
+    # A segment has the number of its first range; -1 names none, and an empty range is none of the step with its id.
+    assert step == [0, 1, 2, 3, 2]
     assert trajectory == [0, 0, 2, 2, 2]
 
 

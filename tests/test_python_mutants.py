@@ -77,7 +77,7 @@ MUTANTS = {
     ),
     "the dtype of an empty list is held against its rank": mutant(
         "distributed.py",
-        "for size, *form in forms.tolist() if size > 0})", "for size, *form in forms.tolist()})",
+        "for size, *form, _ in forms.tolist() if size > 0})", "for size, *form, _ in forms.tolist()})",
         "test_empty_rank.test_estimators", holder=1,
     ),
     "every epsilon ever used is kept": mutant(

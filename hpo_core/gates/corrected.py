@@ -163,7 +163,6 @@ def opsm(log_delta: float = 0.5, gate: RatioGate | None = None) -> RatioGate:
     >>> opsm().corrections[0].low
     (-inf, -0.5)
     """
-    check(log_delta >= 0, "log_delta: expected a log-ratio >= 0, got {}; it bounds rollout_logp - logp", log_delta)
     mask = Correction(
         Action.MASK, low=(-math.inf, -log_delta), unit=Unit.TRAJECTORY, reduction=Reduction.MEAN, channel=Channel.TOTAL
     )

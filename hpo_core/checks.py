@@ -16,15 +16,15 @@ is_compiling = torch.compiler.is_compiling
 INTEGERS = (torch.int32, torch.int64)
 
 _ROUNDING = (
-    "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips; compute log-probabilities in "
-    "float32 (logits.float() before log_softmax)"
+    "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips, and 8 bits are coarser; compute "
+    "log-probabilities in float32 (logits.float() before log_softmax)"
 )
 
 
 # Arguments for which 16 bits are too coarse, and the reason.
 _PRECISE = {
     **dict.fromkeys(("old_logp", "ref_logp", "rollout_logp"), _ROUNDING),
-    "weights": "16-bit rounding changes the step by up to 0.4 %; compute them in float32",
+    "weights": "16-bit rounding changes the step by up to 0.4 %, that of 8 bits by more; compute them in float32",
 }
 _COARSE = "16-bit log-probabilities and entropies are too coarse; compute and store them in float32"
 _IDS = "are these ids of tokens?"
@@ -339,7 +339,7 @@ def keeps_doubles(backend: str | None) -> bool:
 def check_precision(dtype: torch.dtype, backend: str | None) -> None:
     """Raise ``TypeError`` for a dtype of ``logp`` other than float32, or float64 with the reference."""
     got = dtype_name(dtype)
-    if dtype in (torch.float16, torch.bfloat16):
+    if dtype.is_floating_point and dtype.itemsize < 4:
         raise TypeError(f"logp: expected float32, got {got}; {_ROUNDING}")
     if not keeps_doubles(backend) or dtype != torch.float64:
         raise TypeError(f"logp: expected float32, got {got}; use .float(), or backend='reference' for float64")

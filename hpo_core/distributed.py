@@ -8,7 +8,8 @@ finds the same bits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from .checks import check, require_type
 
 # All of them: a caller refuses a dtype in words of its own, on every rank alike.
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
-# Numbers that describe a rank's tensor: length, place of its dtype, dimensions, two more sizes, and how many follow it.
+# Numbers that describe a rank's tensor: length, place of its dtype, dimensions, two more sizes, a checksum of `beside`.
 _FORM = 6
 
 T = TypeVar("T")
@@ -95,32 +96,30 @@ def check_is_step(
 
 
 def gather(
-    own: torch.Tensor, group: ProcessGroup, name: str = "process_group", following: int = 0
+    own: torch.Tensor, group: ProcessGroup, name: str = "process_group", beside: Sequence[str] = ()
 ) -> list[torch.Tensor]:
     """``own`` ``[n, ...]`` of every rank, in their order; n may differ. Synchronises: sizes are read.
 
-    ``following``: the number of tensors that the caller gathers next.
+    ``beside``: the names of the tensors that the caller gathers next.
 
     A rank that has nothing takes dtype and shape from the others: an empty list is a tensor of floats.
 
     Raises:
-        ValueError, TypeError: no units or too many dimensions on a rank, dtypes, shapes or numbers of following tensors
-            that differ; on every rank alike: none is left waiting. They begin with ``name``.
+        ValueError, TypeError: no units or too many dimensions on a rank, dtypes, shapes or names of the tensors
+            beside it that differ; on every rank alike: none is left waiting. They begin with ``name``.
     """
     length, *others = own.shape or (1,)
     sizes_of_own = (length, _DTYPES.index(own.dtype), own.dim(), *others, 0, 0)[: _FORM - 1]
-    form = torch.tensor((*sizes_of_own, following), device=own.device)
+    form = torch.tensor((*sizes_of_own, zlib.crc32(" ".join(beside).encode())), device=own.device)
     forms = torch.empty(torch.distributed.get_world_size(group), _FORM, dtype=torch.int64, device=own.device)
     torch.distributed.all_gather(list(forms), form, group=group)
     sizes = forms[:, 0].tolist()
-    next_ones = sorted({number for *_, number in forms.tolist()})
     check(
-        len(next_ones) == 1,
-        "{}: expected every rank to give the same tensors beside it, got {} of them on one rank and {} on another; "
-        "where one has no mask, pass ones",
+        len({checksum for *_, checksum in forms.tolist()}) == 1,
+        "{}: expected every rank to give the same tensors beside it, got others on one rank than on another, on this "
+        "one {}; give a rank that lacks one a tensor that changes nothing, such as a mask of ones",
         name,
-        next_ones[0],
-        next_ones[-1],
+        ", ".join(beside) or "none",
     )
     given = sorted({tuple(form) for size, *form, _ in forms.tolist() if size > 0})
     for _, dimensions, *_ in given:

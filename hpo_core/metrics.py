@@ -183,8 +183,10 @@ _DEBUG = os.environ.get("HPO_CORE_DEBUG") == "1"  # read once: a loss call has n
 
 def is_debugging() -> bool:
     """Whether a call may read its numbers on the host to look for errors: under ``HPO_CORE_DEBUG=1``, in eager code
-    outside dispatch modes, of which some, as that of fake tensors, have no numbers."""
-    return _DEBUG and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+    whose tensors have numbers, as fake ones have not."""
+    if not _DEBUG or torch.compiler.is_compiling():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
 
 
 def observed(

@@ -258,21 +258,25 @@ def test_compiled_code_leaves_calls_over_ranks_their_ranks():
     assert mean == 3 and grpo.max() < 0  # of all four rewards
 
 
-def masked_on_one_rank(rank):
-    values, mask = torch.tensor([1.0, 100.0]), torch.tensor([True, False]) if rank == 0 else None
-    try:
-        over_ranks(advantages.whiten)(values, torch.ones(2), mask=mask)
-    except ValueError as error:
-        return str(error)
+def differently_masked(rank):
+    """What is said where one rank has no mask, and where the masks of two have different names."""
+    rewards, groups, mask, said = torch.tensor([1.0, 100.0]), torch.tensor([0, 0]), torch.tensor([True, False]), []
+    for keywords in ({"mask": mask if rank == 0 else None}, {"mask" if rank == 0 else "apply_mask": mask}):
+        try:
+            over_ranks(advantages.grpo)(rewards, groups, **keywords)
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
-def test_a_tensor_that_one_rank_lacks_is_refused_on_all():
-    """The one that has it would wait for the other, whose result would count the tokens that it masks."""
-    said = (
-        "advantages: expected every rank to give the same tensors beside it, got 1 of them on one rank and 2 on another"
-    )
-    for found in on_ranks(2, masked_on_one_rank):
-        assert found and found.startswith(said), found
+def test_tensors_that_ranks_do_not_share_are_refused_on_all():
+    """The rank that has one would wait for the other, whose result would count the units that it masks."""
+    start = "rewards: expected every rank to give the same tensors beside it, got others"
+    for rank, found in enumerate(on_ranks(2, differently_masked)):
+        own = ("group_ids, mask", "group_ids, mask") if rank == 0 else ("group_ids", "group_ids, apply_mask")
+        assert len(found) == 2
+        for message, names in zip(found, own, strict=True):
+            assert message.startswith(start) and f"on this one {names}; give" in message
 
 
 def test_tables_say_the_same_on_every_rank(ranks):

@@ -45,6 +45,7 @@ def error_cases():
         # constants
         ({"old_logp": logp[:5]}, ValueError, "old_logp: expected shape [T] (that of logp) = [12], got [5]"),
         ({"old_logp": logp.bfloat16()}, TypeError, "old_logp: expected float32, got bfloat16; 16-bit rounding"),
+        ({"logp": logp.to(torch.float8_e5m2)}, TypeError, "logp: expected float32, got float8_e5m2; 16-bit rounding"),
         ({"old_logp": logp.to(torch.float8_e5m2)}, TypeError, "old_logp: expected float32, got float8_e5m2; 16-bit"),
         ({"old_logp": ids}, TypeError, "old_logp: expected dtype float32, got int64; are these ids of tokens?"),
         ({"kl": kl.k3(0.1), "ref_logp": ids}, TypeError, "ref_logp: expected dtype float32, got int64; are these ids"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import hpo_core as hpo
 from hpo_core import gates, kl, testing
@@ -289,6 +290,8 @@ def test_debug_mode_asks_fake_tensors_for_no_number(monkeypatch):
         values = torch.zeros(5)
         assert hpo.policy_loss(values, None, torch.ones(2), batch).loss.shape == ()
         assert hpo.value_loss(values, torch.zeros(5), batch).loss.shape == ()
+    with FlopCounterMode(display=False), pytest.raises(FloatingPointError):  # other modes have numbers
+        hpo.policy_loss(torch.full((2,), math.nan), torch.zeros(2), torch.ones(1), hpo.PackedBatch.from_lengths([2]))
 
 
 def test_debug_mode_leaves_errors_their_names(monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,14 +91,16 @@ def _run(
     group = _group(process_group)
     units = -1 if first.dim() < 3 else 0  # of rewards [C, U] or [U], or of sets of candidates [U, M, C]
     of_rewards = "weights" if is_multi_reward(estimator) else None
-    others = [*zip(itertools.chain(names[1:], itertools.repeat("")), rest, strict=False), *keywords.items()]
-    following = sum(_number_of_tensors(of_rewards, name, given) for name, given in others)
-    parts = gather(first.movedim(units, 0), group, names[0], following)
+    names += [""] * len(rest)  # of arguments beyond the parameters
+    keywords = dict(sorted(keywords.items()))  # all ranks gather in one order
+    others = [*zip(names[1:], rest, strict=False), *keywords.items()]
+    beside = [each for name, given in others for each in _names_of_units(of_rewards, name, given)]
+    parts = gather(first.movedim(units, 0), group, names[0], beside)
     everywhere = functools.partial(_everywhere, group, of_rewards)
     whole = estimator(
         torch.cat(parts).movedim(0, units),
-        *map(everywhere, itertools.chain(names[1:], itertools.repeat("")), rest),
-        **{name: everywhere(name, keywords[name]) for name in sorted(keywords)},  # all ranks in one order
+        *map(everywhere, names[1:], rest),
+        **{name: everywhere(name, given) for name, given in keywords.items()},
     )
     require_type(isinstance(whole, torch.Tensor), "estimator: expected one that returns a tensor, got {}", type(whole))
     return whole[..., place_of_own(parts, group)]
@@ -138,8 +139,8 @@ def _is_of_units(of_rewards: str | None, name: str, given: Any) -> bool:
     return isinstance(given, torch.Tensor) and given.dim() == 1 and name != of_rewards
 
 
-def _number_of_tensors(of_rewards: str | None, name: str, given: Any) -> int:
-    """The number of tensors in an argument that belong to units."""
+def _names_of_units(of_rewards: str | None, name: str, given: Any) -> list[str]:
+    """The name of an argument, once for each tensor in it that belongs to units."""
     if type(given) in (list, tuple):
-        return sum(_number_of_tensors(of_rewards, name, each) for each in given)
-    return int(_is_of_units(of_rewards, name, given))
+        return [found for each in given for found in _names_of_units(of_rewards, name, each)]
+    return [name] * _is_of_units(of_rewards, name, given)

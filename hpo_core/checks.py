@@ -16,7 +16,7 @@ is_compiling = torch.compiler.is_compiling
 INTEGERS = (torch.int32, torch.int64)
 
 _ROUNDING = (
-    "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips, and 8 bits are coarser; compute "
+    "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips, and 8 bits are worse; compute "
     "log-probabilities in float32 (logits.float() before log_softmax)"
 )
 

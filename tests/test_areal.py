@@ -152,7 +152,7 @@ def test_a_rejection_does_not_part_a_turn(packed, areal, monkeypatch):
     for name in ("padded_rows", "packed_rows"):
         monkeypatch.setattr(module, name, kept(getattr(parts, name)))
     for settings in (CLIP, {**CLIP, "rejection_sampling": made}):
-        gradient(call(module.grpo_loss_fn, batch, packed, settings), batch.logp)
+        gradient(call(module.grpo_loss_fn, batch, packed, settings), batch.packed(batch.logp) if packed else batch.logp)
     assert steps[0] == steps[1]
 
 

@@ -93,7 +93,7 @@ def test_a_threshold_of_the_kl_does_not_part_a_turn(ours):
     found, _ = run(ours(None, gate="step_gspo(0.02, 0.03)", **more), batch)
     close(found, (out.loss.detach(), torch.autograd.grad(out.loss, leaf)[0]))
     torn = integration("micro_batch").padded_rows(kept, gate)
-    assert torn.num_steps > rows.num_steps
+    assert torn.num_steps != rows.num_steps
 
 
 def test_another_gate(ours):

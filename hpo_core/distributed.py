@@ -29,6 +29,8 @@ _FORM = 6
 
 T = TypeVar("T")
 
+_ALL_UNITS = -2  # the name of the only group of a rank without ids
+
 _GROUP: ContextVar[ProcessGroup | None] = ContextVar("hpo_core_ranks", default=None)
 
 
@@ -157,12 +159,16 @@ def place_of_own(parts: list[torch.Tensor], group: ProcessGroup) -> slice:
 def merged(table: torch.Tensor, ids: torch.Tensor | None, group: ProcessGroup) -> torch.Tensor:
     """Statistics of groups ``[6, U]`` (:class:`~hpo_core.segments.GroupStatistics`) of the units of this rank, merged
     with those of all."""
-    keys = torch.zeros_like(table[0], dtype=torch.int64) if ids is None else ids.clamp(min=-1)
+    keys = torch.full_like(table[0], _ALL_UNITS, dtype=torch.int64) if ids is None else ids.clamp(min=-1)
     own, of_unit = torch.unique(keys, return_inverse=True)
     unit = torch.empty_like(own).scatter_(0, of_unit, torch.arange(len(keys), device=keys.device))  # any: all say it
     parts = gather(torch.cat((own.view(torch.float64)[:, None], table[:, unit].T), dim=1), group)  # [G of the rank, 7]
     name, place = torch.unique(torch.cat([_names(part) for part in parts]), return_inverse=True)
     places = place.split([len(part) for part in parts])
+    check(
+        not bool((name == _ALL_UNITS).any() & (name >= 0).any()),  # no wait: gather has read sizes
+        "ids: expected them on all ranks or on none; the units of a rank without ids are one group by themselves",
+    )
 
     number, weight, center, squares = table.new_zeros(4, len(name))
     least = table.new_full((len(name),), torch.inf)
@@ -181,7 +187,7 @@ def merged(table: torch.Tensor, ids: torch.Tensor | None, group: ProcessGroup) -
 
     whole = torch.where(number > 0, torch.stack((number, weight, least + center, squares, least, greatest)), 0.0)
     of_own = places[torch.distributed.get_rank(group)]
-    return torch.where(keys >= 0, whole[:, of_own[of_unit]], 0.0)
+    return torch.where(keys != -1, whole[:, of_own[of_unit]], 0.0)
 
 
 def _names(part: torch.Tensor) -> torch.Tensor:

@@ -259,13 +259,17 @@ def test_compiled_code_leaves_calls_over_ranks_their_ranks():
 
 
 def differently_masked(rank):
-    """What is said where one rank has no mask, and where the masks of two have different names."""
+    """What is said where one rank has no mask, where the masks of two have different names, and where one has no ids."""
     rewards, groups, mask, said = torch.tensor([1.0, 100.0]), torch.tensor([0, 0]), torch.tensor([True, False]), []
     for keywords in ({"mask": mask if rank == 0 else None}, {"mask" if rank == 0 else "apply_mask": mask}):
         try:
             over_ranks(advantages.grpo)(rewards, groups, **keywords)
         except ValueError as error:
             said.append(str(error))
+    try:
+        over_ranks(advantages.grpo, tables=True)(rewards, groups if rank == 0 else None)
+    except ValueError as error:
+        said.append(str(error))
     return said
 
 
@@ -274,8 +278,8 @@ def test_tensors_that_ranks_do_not_share_are_refused_on_all():
     start = "rewards: expected every rank to give the same tensors beside it, got others"
     for rank, found in enumerate(on_ranks(2, differently_masked)):
         own = ("group_ids, mask", "group_ids, mask") if rank == 0 else ("group_ids", "group_ids, apply_mask")
-        assert len(found) == 2
-        for message, names in zip(found, own, strict=True):
+        assert len(found) == 3 and found[2].startswith("ids: expected them on all ranks or on none")
+        for message, names in zip(found, own, strict=False):
             assert message.startswith(start) and f"on this one {names}; give" in message
 
 

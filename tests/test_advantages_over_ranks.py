@@ -259,7 +259,7 @@ def test_compiled_code_leaves_calls_over_ranks_their_ranks():
 
 
 def differently_masked(rank):
-    """What is said where one rank has no mask, where the masks of two have different names, and where one has no ids."""
+    """The errors where one rank has no mask, where the masks of two have different names, and where one has no ids."""
     rewards, groups, mask, said = torch.tensor([1.0, 100.0]), torch.tensor([0, 0]), torch.tensor([True, False]), []
     for keywords in ({"mask": mask if rank == 0 else None}, {"mask" if rank == 0 else "apply_mask": mask}):
         try:

@@ -1,15 +1,14 @@
 """Units and groups over several ranks: gathered whole, or as tables of their groups.
 
-Inside :func:`spanned` the primitives of estimators (group statistics, common ids, totals) speak of the units of all
+Inside :func:`spanning` the primitives of estimators (group statistics, common ids, totals) speak of the units of all
 ranks. A rank sends one row per group, not its units; every rank merges the same rows in the order of ranks, and so
 finds the same bits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -22,27 +21,15 @@ from .backends import untraced
 from .batch import PackedBatch
 from .checks import check, require_type
 
+T = TypeVar("T")
+
 # All of them: a caller refuses a dtype in words of its own, on every rank alike.
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 # Numbers that describe a rank's tensor: length, place of its dtype, dimensions, two more sizes, a checksum of `beside`.
 _FORM = 6
-
-T = TypeVar("T")
-
 _ALL_UNITS = -2  # the name of the only group of a rank without ids
 
 _GROUP: ContextVar[ProcessGroup | None] = ContextVar("hpo_core_ranks", default=None)
-
-
-@contextlib.contextmanager
-def spanned(group: ProcessGroup) -> Iterator[None]:
-    """Until the end of the block, groups span the ranks of this process group, in eager calls alone."""
-    check(not torch.compiler.is_compiling(), "tables: only eager calls gather; call it outside torch.compile")
-    token = _GROUP.set(group)
-    try:
-        yield
-    finally:
-        _GROUP.reset(token)
 
 
 def spanning(group: ProcessGroup | None, compute: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
@@ -57,12 +44,16 @@ def spanning(group: ProcessGroup | None, compute: Callable[..., T], *arguments: 
 
 
 def _spanning(group: ProcessGroup, compute: Callable[..., T], arguments: Any, keywords: Any) -> T:
-    with spanned(group):
+    check(not torch.compiler.is_compiling(), "tables: only eager calls gather; call it outside torch.compile")
+    token = _GROUP.set(group)
+    try:
         return compute(*arguments, **keywords)
+    finally:
+        _GROUP.reset(token)
 
 
 def ranks() -> ProcessGroup | None:
-    """The process group whose ranks groups span at the moment, see :func:`spanned`; None in compiled code."""
+    """The process group whose ranks groups span at the moment, see :func:`spanning`; None in compiled code."""
     return None if torch.compiler.is_compiling() else _GROUP.get()
 
 

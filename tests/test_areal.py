@@ -143,9 +143,9 @@ def test_a_rejection_does_not_part_a_turn(packed, areal, monkeypatch):
 
     def kept(rows):
         def make(*arguments, **keywords):
-            made = rows(*arguments, **keywords)
-            steps.append(made.num_steps)
-            return made
+            found = rows(*arguments, **keywords)
+            steps.append(found.num_steps)
+            return found
 
         return make
 

@@ -253,7 +253,7 @@ class Correction(Short):
         channel: between which policies. The discrepancy needs ``rollout_logp``; in the total ``old_logp`` stands for it
             where it is missing.
         statistic: ``PROBABILITY`` and ``BINARY_KL`` have the sign of the difference, so a bound of their size is two
-            bounds, and their mean over a segment is no mean of sizes.
+            bounds, and their mean over a segment is not that of absolute values.
         strict: a statistic on a bound is outside.
     """
 

@@ -41,11 +41,11 @@ def observed_parts(
     logps: torch.Tensor,
     batch: PackedBatch,
     inputs: dict[str, Any],
-    bounds_of_tokens: Bounds | None = None,
+    bounds_of_tokens: Bounds | None,
 ) -> dict[str, torch.Tensor]:
     """The tensors that processes have to gather, flat, by name; the first is float64.
 
-    ``bounds_of_tokens``: of the call, in place of the gate's.
+    ``bounds_of_tokens``: those of the call, in place of the gate's.
     """
     parts = {"vector": out.metrics.vector}
     if out.levels is not None:

@@ -1,4 +1,4 @@
-"""The policy loss, forward and backward: the gates of most trainers, thousands to a million tokens, one row to a hundred thousand."""
+"""The policy loss, forward and backward: common gates, thousands to a million tokens, one row to a hundred thousand."""
 
 from __future__ import annotations
 

@@ -412,8 +412,11 @@ def _with_rare_inputs(
     if gate.advantage_weights != (1.0, 1.0):
         positive, negative = (float(each) for each in gate.advantage_weights)  # no tensor is multiplied by a fraction
         signed = inputs.advantages
-        weighted = signed * positive
-        if negative != positive:  # three more passes over advantages of tokens, which take as long as the loss
-            weighted = torch.where(signed < 0, signed * negative, weighted)
+        if positive == negative:
+            weighted = signed * positive
+        elif positive == 1.0:  # one pass, too: four over advantages of tokens take longer than the loss
+            weighted = torch.nn.functional.leaky_relu(signed, negative)
+        else:
+            weighted = torch.where(signed < 0, signed * negative, signed * positive)
         inputs = inputs._replace(advantages=weighted)
     return inputs

@@ -165,8 +165,9 @@ issue slots of `scale` and of Triton's kernels, each on one of the three.
 The launches of `policy_loss_and_grad` on a batch whose weights are known, with the inputs that a preset needs; each
 once unless the table says more. Tokens are few where the blocks of a sweep are at most three quarters of those that
 the device holds at once: on an H100 up to 970,000 in rows of 2048, or 640,000 with two blocks on a multiprocessor.
-Default weights of a new batch are one launch more, of `weigh_rows` or `_count_rows`; `backward()` adds two, the seed of
-the gradient and the product with it.\
+Default weights of a new batch are one launch more, of `weigh_rows` or `_count_rows`. `logp.backward(out.grad)` behind
+`policy_loss_and_grad` adds none; `loss.backward()` behind `policy_loss` two, the seed of the gradient and the product
+with it.\
 """.splitlines()
 CUDA = """
 ## CUDA on sm_90

@@ -230,6 +230,20 @@ def test_the_launches_of_presets_are_those_of_the_page():
     assert [line for line in written if line.startswith("|")] == now[1:], "run python tests/gpu_page.py launches"
 
 
+def test_presets_take_few_launches():
+    """With one for the weights of a new batch: of CUDA three, or four under a hierarchy or a second correction over
+    segments, which `deliver_gradient` and `correct_tokens` tell; of Triton five."""
+
+    def count(cell):
+        kernels = cell.split(", `")
+        return sum(int(kernel.rpartition(" x ")[2]) if " x " in kernel else 1 for kernel in kernels)
+
+    for _, *launched in gpu_page.section("Launches")[1:]:
+        many, few, triton = map(count, launched)
+        more = "deliver_gradient" in launched[0] or "x 2" in launched[0]
+        assert few <= many <= 2 + more and triton <= 4, launched
+
+
 def test_token_sweeps_load_and_store_128_bits(kernels):
     if any(kernel.wide_loads is None for kernel in kernels.values()):
         pytest.skip("no nvdisasm: neither CUDA's nor the one in Triton's wheel")

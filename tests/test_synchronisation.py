@@ -138,6 +138,24 @@ def test_default_weights_are_one_kernel():
 
 
 @pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_the_gradient_of_a_new_batch_without_a_seed(gate):
+    make = Device()
+    hidden, old_logp, advantages, batch = make(64).requires_grad_(), make(64), make(8), make.batch(group_ids=make.ids())
+    with OnDevice(ordered=True) as device, NoHostData():
+        logp = hidden.view(8, 8)
+        out = hpo.policy_loss_and_grad(logp.view(-1), old_logp, advantages, batch, gate)
+        logp.view(-1).backward(out.grad)
+    assert device.kernels == ["hpo_core::row_weights", "hpo_core::policy_loss"]
+
+
+def test_a_factor_on_negative_advantages_is_one_kernel():
+    make = Device()
+    with OnDevice(ordered=True) as device, NoHostData():
+        hpo.policy_loss_and_grad(make(64), make(64), make(8), make.batch(), hpo.gates.a_lol(), weights=make(8))
+    assert device.kernels == ["aten::leaky_relu", "hpo_core::policy_loss"]
+
+
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_kernels_of_the_single_call(gate):
     """Five ops and no kernel of torch's forward; the seed and the product backward."""
     make = Device()

@@ -33,7 +33,7 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 
 from .arguments import as_float, check_choice, examines
-from .batch import PackedBatch, alone_without, as_batch, renumber, row_counts, row_weights
+from .batch import PackedBatch, alone_without, as_batch, check_whole, renumber, row_counts, row_weights
 from .checks import check, check_device, check_dtype, check_shape_of_tokens, require_type
 from .distributed import check_is_step, is_distributed, sum_in_order, world_size
 from .specs import Denominator
@@ -215,6 +215,7 @@ def prompt_mean(
     """
     batch = as_batch(batch)
     check(batch.group_ids is not None, "group_ids: prompt_mean needs them; pass group_ids to PackedBatch")
+    check_whole(batch, "group", "prompt_mean", "take weights[part.rows] of the weights of the whole batch")
     assert batch.group_ids is not None
     counts = _counts(batch, _checked_selected(batch, selected))
     group, _, _ = renumber(alone_without(batch.group_ids))

@@ -79,8 +79,8 @@ def k3(beta: float, gradient: str = "value") -> KLPenalty:
         beta: the coefficient, in loss units per nat.
         gradient: ``"value"``: the estimator's own, ``1 - e^-s``. ``"straight_through"``: the value of k3, the gradient
             ``s`` of k2 (verl's ``low_var_kl+``). ``"importance"``: ``r k3``, r the gate's ratio,
-            ``e^(logp - old_logp)``, differentiated through r as well, ``r s`` (DeepSeek-V3.2, arXiv 2512.02556; TRL's
-            ``use_bias_correction_kl``).
+            ``e^(logp - old_logp)``, or ``e^(logp - rollout_logp)`` under a gate on ``Channel.TOTAL``, differentiated
+            through r as well, ``r s`` (DeepSeek-V3.2, arXiv 2512.02556; TRL's ``use_bias_correction_kl``).
 
     >>> k3(0.04).beta
     0.04

@@ -23,7 +23,7 @@ from .ops.logprob_states import part as part_of
 from .ops.logprobs import backward, check_columns
 from .reference import logprob_states as reference
 from .specs import LogitRows
-from .support import checked_temperature
+from .support import check_ids_of_tokens, checked_temperature
 
 __all__ = ["LogprobState", "finish", "merge", "part", "part_gradient"]
 
@@ -109,7 +109,7 @@ def finish(
     >>> finish(state, torch.tensor([1]))
     TokenLogprobs(logp=tensor([-1.4402]), entropy=tensor([0.9475]))
     """
-    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
+    check_ids_of_tokens(targets)
     state = _checked_state("state", state)
     check_shape("state", state.top, targets.shape, "[...] (that of targets)")
     check_device("state", state.top, targets.device, "targets")

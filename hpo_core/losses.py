@@ -12,7 +12,7 @@ from . import ops
 from .advantages import grpo
 from .advantages.terms import accepted_keywords, check_keywords, gathers_units, is_published, level_of, name_of
 from .backends import is_reference, resolve
-from .batch import PackedBatch, as_batch, of_row
+from .batch import PackedBatch, as_batch, check_whole, of_row
 from .checks import check, check_shape, require_type
 from .distributed import check_is_step
 from .entropy import EntropyWindow, Selection, WindowState
@@ -296,6 +296,11 @@ def _advantages(
         "on each rank alike; pass trajectory_ids [S] to PackedBatch, of other numbers on every rank",
         name,
     )
+    for level in ("group", "domain"):
+        if f"{level}_ids" in given:
+            check_whole(
+                batch, level, name, "give policy_loss the entries of the part among the advantages of the whole batch"
+            )
     ids, meaning = given.get("group_ids"), {"row": "[S] (one per row)", "step": "[N] (one per step)"}.get(level)
     if ids is not None and meaning and is_published(estimator) and getattr(rewards, "ndim", 0) == 1:
         check_shape("rewards", rewards, ids.shape, meaning)

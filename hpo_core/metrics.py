@@ -168,6 +168,7 @@ class Metrics(Observations):
                 raw["ratio_deviation"] + tokens,
                 raw["ratio_deviation_square"] + 2 * raw["ratio_deviation"] + tokens,
                 60.0,
+                1e-5,  # kernels square r - 1 in float32
             ),
             "kl_reference_k1": ratio(raw["reference_log_ratio"], tokens),
             "kl_reference_k2": ratio(0.5 * raw["reference_log_ratio_square"], tokens),
@@ -229,20 +230,26 @@ def ratio(numerator: float, denominator: float) -> float:
 
 
 def of_log_ratios(
-    raw: dict[str, float], count: float, ratio_sum: float, ratio_square: float, largest: float
+    raw: dict[str, float], count: float, ratio_sum: float, ratio_square: float, largest: float, resolved: float = 0.0
 ) -> dict[str, float]:
     """Statistics of ``count`` log-ratios from their sums and extrema, for tokens and for the segments of a level.
-    Extrema of ratios saturate at ``e^largest``."""
+    Extrema of ratios saturate at ``e^largest``. ``resolved``: the least mean square of ratios that has digits."""
     least, most = raw["log_ratio_min"], raw["log_ratio_max"]
+    lowest, highest = (math.exp(min(each, largest)) if count else math.nan for each in (least, most))
+    # Kantorovich's inequality: ratios that are nearly alike are nearly all effective, however small they are.
+    fewest = 4 * lowest * highest / (lowest + highest) ** 2 if lowest > 0 else 0.0
+    effective = max(fewest, min(ratio(ratio_sum * ratio_sum, count * ratio_square), 1.0))
+    if not count or (ratio_square < resolved * count and fewest < 0.9):
+        effective = math.nan
     k2 = 0.5 * raw["log_ratio_square"]
     # e^x - 1 - x = e^y x^2 / 2 for a y between 0 and x. Near 0 these bounds are narrower than the rounding of r - 1.
     bounds = k2 * math.exp(min(least, 0.0)), k2 * math.exp(min(max(most, 0.0), largest))
     k3 = min(max(raw["ratio_deviation"] - raw["log_ratio_sum"], bounds[0]), bounds[1])
     return {
-        "ratio_mean": ratio(ratio_sum, count),
-        "ratio_min": math.exp(min(least, largest)) if count else math.nan,
-        "ratio_max": math.exp(min(most, largest)) if count else math.nan,
-        "effective_sample_size": ratio(ratio_sum * ratio_sum, count * ratio_square),
+        "ratio_mean": min(max(ratio(ratio_sum, count), lowest), highest),
+        "ratio_min": lowest,
+        "ratio_max": highest,
+        "effective_sample_size": effective,
         "kl_old_k1": ratio(-raw["log_ratio_sum"], count),
         "kl_old_k2": ratio(k2, count),
         "kl_old_k3": ratio(k3, count),

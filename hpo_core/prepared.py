@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 
 from . import aggregation, gates, ops
-from .batch import ROWS_AS_LEAVES, Hierarchy, LeafTables, PackedBatch, as_batch, valid_tokens
+from .batch import ROWS_AS_LEAVES, Hierarchy, LeafTables, PackedBatch, as_batch, check_whole, valid_tokens
 from .checks import (
     as_constant,
     check,
@@ -231,6 +231,18 @@ def _check_rollout(gate: RatioGate, rollout_logp: torch.Tensor | None, wants_cor
     )
 
 
+def _check_levels_are_whole(batch: PackedBatch, gate: RatioGate, aggregates: Mapping[str, torch.Tensor]) -> None:
+    for unit in gate.units:
+        level = unit.name.lower()
+        if unit not in gate.level_units or level not in aggregates:
+            check_whole(
+                batch,
+                level,
+                f"the gate {gate.name!r}",
+                "give the aggregates of a level that is STOPPED as gate_inputs=GateInputs(aggregates=...)",
+            )
+
+
 def _leaves(
     batch: PackedBatch,
     gate: RatioGate,
@@ -241,6 +253,8 @@ def _leaves(
     wants_levels: bool,
 ) -> tuple[Hierarchy | LeafTables, SegmentExchange | None]:
     """The leaves of the gate's levels, and the exchange of their segments where a call looks beyond its own tokens."""
+    if batch.torn:
+        _check_levels_are_whole(batch, gate, aggregates or {})
     if process_group is None and aggregates is None and not wants_levels:
         return batch.leaf_tables(gate.level_units) if spec.levels else ROWS_AS_LEAVES, None
     asked = {"process_group": process_group, "gate_inputs.aggregates": aggregates, "report": wants_levels or None}

@@ -61,7 +61,11 @@ class Setting(NamedTuple):
         value = examined(name, value)
         if is_count:
             check_dtype(name, value, INTEGERS, "counts are integers")
-        one = f"one number for all is {name}.item(), or {name}.expand({list(shape)})" if value.dim() == 0 else ""
+        one = ""
+        if value.dim() == 0:
+            one = f"one number for all is {name}.item(), or {name}.expand({list(shape)})"
+        elif len(shape) == 2 and value.numel() == shape[0]:
+            one = f"one for each response is {name}.reshape(-1, 1).expand({list(shape)})"
         check_of_rows(name, value, shape, device, whose, is_count, one)
         return value.to(torch.int64 if is_count else torch.float64 if exact else torch.float32)
 
@@ -119,9 +123,15 @@ def check_logits(logits: torch.Tensor, dtypes: Sequence[torch.dtype], least: int
     check(logits.shape[-1] >= least, "logits: expected a vocabulary of at least one token, got {}", list(logits.shape))
 
 
+def check_ids_of_tokens(targets: torch.Tensor) -> None:
+    narrow = targets.dtype in (torch.uint8, torch.int8, torch.int16)
+    fix = "use targets.to(torch.int64)" if narrow else "targets are ids of tokens"
+    check_dtype("targets", targets, (torch.int64, torch.int32), fix)
+
+
 def check_targets(targets: torch.Tensor, rows: torch.Tensor, whose: str) -> None:
     """Check that there is one id for each row ``[..., D]`` of the logits or hidden states."""
-    check_dtype("targets", targets, (torch.int64, torch.int32), "targets are ids of tokens")
+    check_ids_of_tokens(targets)
     check_shape("targets", targets, rows.shape[:-1], f"[...] (that of {whose} without its last dimension)")
     check_device("targets", targets, rows.device, whose)
 

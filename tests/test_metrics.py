@@ -77,6 +77,30 @@ def test_every_number_by_hand(backend):
     assert computed["kl_reference_k1"] == pytest.approx(0.04, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "log_ratios",
+    [(-8.5, -8.73), (-8.68, -8.35), (-10.0, -10.2, -10.1, -10.05), (-6.0, -6.12, -6.05, -6.02), (-17.0, -17.1), (9.0,)],
+)
+def test_the_effective_sample_size_of_ratios_far_from_1(log_ratios, backend):
+    """The kernels' sums of r - 1 have no digits of ratios below e^-6; extrema tell that these are alike."""
+    x = torch.tensor(log_ratios)
+    out = hpo.policy_loss(x, 0 * x, torch.ones(1), hpo.PackedBatch.from_lengths([len(x)]), backend=backend)
+    r, computed = x.double().exp(), out.metrics.compute()
+    size = (r.sum() ** 2 / (len(x) * r.square().sum())).item()
+    assert size - 0.02 <= computed["effective_sample_size"] <= 1.0
+    assert r.min() <= computed["ratio_mean"] * (1 + 1e-6) and computed["ratio_mean"] <= r.max() * (1 + 1e-6)
+
+
+def test_the_effective_sample_size_is_nan_where_no_digit_is_known(backend):
+    x = torch.tensor([-8.0, -12.0, -20.0])
+    batch = hpo.PackedBatch.from_lengths([3])
+    out = hpo.policy_loss(x, 0 * x, torch.ones(1), batch, backend=backend).metrics.compute()
+    assert math.isnan(out["effective_sample_size"]) and out["ratio_min"] <= out["ratio_mean"] <= out["ratio_max"]
+    x = x + torch.tensor([7.0, 0.0, 0.0])  # one ratio has digits
+    out = hpo.policy_loss(x, 0 * x, torch.ones(1), batch, backend=backend).metrics.compute()
+    assert out["effective_sample_size"] == pytest.approx(1 / 3, rel=1e-3)
+
+
 @pytest.mark.parametrize("drift", [1e-2, 1e-4, 1e-6])
 def test_k3_of_small_drifts_is_not_the_rounding_of_ratios(drift, backend):
     """The k3 of ratios in float32 would be some 1e-8."""

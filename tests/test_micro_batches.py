@@ -100,22 +100,78 @@ def test_advantages_of_steps_are_sliced():
         assert torch.equal(out.grad, whole.grad[tokens])
 
 
+def budget_of(unit):
+    levels = (Level(Tanh(0.05)), Level(Tanh(0.03), unit=unit))
+    return RatioGate("budget", LogClip((-0.2, -0.2), (0.2, 0.2)), levels)
+
+
 def test_a_gate_on_groups_has_the_gradient_of_the_whole_batch():
-    """Split groups have other means: with ``whole="trajectory"`` the gradient differs by half its largest element."""
     torch.manual_seed(0)
-    levels = (Level(Tanh(0.05)), Level(Tanh(0.03), unit=Unit.GROUP))
-    gate = RatioGate("group", LogClip((-0.2, -0.2), (0.2, 0.2)), levels)
     batch = PackedBatch.from_lengths([4] * 6, group_ids=torch.tensor([0, 0, 0, 1, 1, 1]))
     old = -torch.rand(24)
     logp, advantages = old + 0.3 * torch.randn(24), torch.randn(6)
     weights = hpo.aggregation.token_mean(batch)
-    whole = hpo.policy_loss_and_grad(logp, old, advantages, batch, gate, weights=weights).grad
-    for kept, error in ((None, 0.0), ("trajectory", 0.25 * whole.abs().max().item())):
-        grads = [
-            hpo.policy_loss_and_grad(
-                logp[part.tokens], old[part.tokens], advantages[part.rows], part.batch, gate, weights=weights[part.rows]
-            ).grad
-            for part in batch.micro_batches(8, kept)
-        ]
-        largest = (torch.cat(grads) - whole).abs().max().item()
-        assert largest == 0 if kept is None else largest > error
+
+    def gradient(part, rows, _, tokens):
+        given = (logp[tokens], old[tokens], advantages[rows], part, budget_of(Unit.GROUP))
+        return hpo.policy_loss_and_grad(*given, weights=weights[rows]).grad
+
+    whole = gradient(batch, slice(None), None, slice(None))
+    assert torch.equal(torch.cat([gradient(*part) for part in batch.micro_batches(8)]), whole)
+    first, second, third = batch.micro_batches(8, "trajectory")  # groups are torn
+    for part in (first, second, third):
+        with pytest.raises(
+            ValueError, match=r"batch: the gate 'budget' looks at whole groups, .* whole='group'\), or "
+        ):
+            gradient(*part)
+
+
+def test_functions_that_look_at_groups_refuse_a_part_of_one():
+    """And take a part beside it that has whole groups, whatever it was asked to keep."""
+    batch = make("group")
+    split, rest, whole, _ = batch.micro_batches(4, "trajectory")
+    assert [part.batch.torn for part in (split, rest, whole)] == [("group",), ("group",), ()]
+    old, right = -torch.rand(11), torch.tensor([True, False] * 3)
+
+    def loss(part, rows, _, tokens):
+        weights = torch.ones(len(rows))
+        return hpo.hierarchical_policy_loss(old[tokens], None, right[rows].float(), part, weights=weights).loss
+
+    readers = [
+        lambda part, *_: hpo.aggregation.prompt_mean(part, total=2),
+        loss,
+        lambda part, rows, _, tokens: hpo.entropy.quantiles(old[tokens], part, "0.5", scope="group"),
+        lambda part, rows, _, tokens: hpo.gates.gepo_old_logp(old[tokens], part),
+        lambda part, rows, _, tokens: hpo.entropy.hicra_tokens(-old[tokens], right[rows].float(), part),
+        lambda part, rows, _, tokens: hpo.entropy.ares_windows(-old[tokens], part, width=1),
+        lambda part, rows, _, tokens: hpo.entropy.ettrl(right[rows].float(), -old[tokens], part),
+        lambda part, rows, _, tokens: hpo.entropy.gtpo(right[rows], -old[tokens], part),
+    ]
+    for reader in readers:
+        reader(*whole)
+        for part in (split, rest):
+            with pytest.raises(ValueError, match=r"batch: .* looks at whole groups, .*micro_batches\(.*'group'\), or "):
+                reader(*part)
+    changed = (split.batch.replace(mask=None), split.batch.select([0, 1])[0], split.batch.to("cpu"))
+    assert all(each.torn == ("group",) for each in changed)
+
+
+def test_a_gate_on_domains_refuses_a_part_of_one():
+    batch = make("group", "domain")
+    (part, rows, _, tokens), *_ = batch.micro_batches(3, "group")
+    assert part.torn == ("domain",)
+    given = (torch.zeros(len(tokens)), None, torch.ones(len(rows)), part)
+    ones = torch.ones(len(rows))
+    hpo.policy_loss_and_grad(*given, budget_of(Unit.GROUP), weights=ones)
+    with pytest.raises(ValueError, match="looks at whole domains"):
+        hpo.policy_loss_and_grad(*given, budget_of(Unit.DOMAIN), weights=ones)
+
+
+def test_a_part_is_not_whitened_by_itself():
+    batch, rewards = make("trajectory"), torch.rand(11)
+    for part, _, _, tokens in batch.micro_batches(3):
+        own = rewards[tokens]
+        for estimator, given in ((hpo.advantages.reinforce_pp, (own,)), (hpo.advantages.token_gae, (own, own))):
+            with pytest.raises(ValueError, match=r"batch: this batch is a part .* or pass whitened=False"):
+                estimator(*given, part)
+            estimator(*given, part, whitened=False)

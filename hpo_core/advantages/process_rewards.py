@@ -39,7 +39,7 @@ def prime(
             before it get 0.
         rewards: r ``[S]``, outcomes. A row without one, or without a prompt, or alone in it, gets nothing of them.
         process_weight, outcome_weight: 5 and 5, the recipe's.
-        whitened: False leaves the returns as they are.
+        whitened: False leaves the returns as they are, for ``over_ranks(whiten)`` where other ranks have tokens, too.
 
     Traps: m is subtracted at every token, so that a long response of average tokens has a return of 0 at its start.
 
@@ -64,4 +64,4 @@ def prime(
     outcome = outcome_weight * rloo(rewards, group_ids, backend=backend).double()
     exact = spread_rows(gain, batch, 0.0) * scan(centred, ones, batch.cu_seqlens, backend)
     exact = torch.where(valid, exact + spread_rows(outcome, batch, 0.0), 0.0)
-    return finished_tokens(exact, token_rewards, valid, whitened, backend)
+    return finished_tokens(exact, token_rewards, batch, valid, whitened, backend)

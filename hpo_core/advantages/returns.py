@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..arguments import constants, examines
+from ..batch import PackedBatch
 from ..checks import check, check_units
 from ..segments import Chains, chains, scan
 from .flat import whiten
@@ -77,11 +78,21 @@ def once(steps: Chains) -> torch.Tensor:
 
 
 def finished_tokens(
-    exact: torch.Tensor, token_rewards: torch.Tensor, valid: torch.Tensor, whitened: bool, backend: str | None
+    exact: torch.Tensor,
+    token_rewards: torch.Tensor,
+    batch: PackedBatch,
+    valid: torch.Tensor,
+    whitened: bool,
+    backend: str | None,
 ) -> torch.Tensor:
     """The values that were computed in float64, whitened over valid tokens where asked; an offset of all costs no
     digits."""
     if not whitened:
         return as_advantages(known(exact), token_rewards, backend)
+    check(
+        not batch.is_part,
+        "batch: this batch is a part of a larger one, and would be whitened over its own tokens alone; take the "
+        "entries of the part among the advantages of the whole batch, or pass whitened=False",
+    )
     advantages = about_group(exact, token_rewards, None, mask=valid, backend=backend)
     return whiten(advantages, torch.ones_like(advantages), mask=valid, backend=backend)

@@ -37,7 +37,7 @@ def reinforce_pp(
     Args:
         token_rewards: ``[T]``, the outcome at a row's last *valid* token (at a masked one, such as the last of a tool's
             output, it is lost), and a KL penalty where there is one.
-        whitened: False leaves the returns as they are.
+        whitened: False leaves the returns as they are, for ``over_ranks(whiten)`` where other ranks have tokens, too.
 
     >>> mask = torch.tensor([True, True, False, False, True, True])
     >>> batch = PackedBatch(torch.tensor([0, 6]), mask)
@@ -51,7 +51,7 @@ def reinforce_pp(
     valid_rewards = torch.where(valid, token_rewards, 0.0)
     gains = torch.where(valid, torch.full_like(valid_rewards, gamma, dtype=torch.float64), 1.0)  # exact over long rows
     exact = torch.where(valid, scan(valid_rewards, gains, batch.cu_seqlens, backend), 0.0)
-    return finished_tokens(exact, token_rewards, valid, whitened, backend)
+    return finished_tokens(exact, token_rewards, batch, valid, whitened, backend)
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -311,8 +311,8 @@ def token_gae(
             trajectory was cut off, gamma times the critic behind it belongs to its last reward.
         batch: rows of a trajectory (``trajectory_ids``) stand in the order of its steps. Without such ids this is GAE
             of each row, as verl's ``gae`` is.
-        whitened: False leaves the advantages as they are; returns for the critic (:func:`~hpo_core.value_loss`) are
-            those plus ``values``.
+        whitened: False leaves the advantages as they are: for ``over_ranks(whiten)``, where other ranks have tokens,
+            too, and for the returns of the critic (:func:`~hpo_core.value_loss`), which are those plus ``values``.
 
     >>> batch = PackedBatch.from_lengths([1, 1], trajectory_ids=torch.tensor([4, 4]))
     >>> token_gae(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25]), batch, gamma=0.5, whitened=False)
@@ -382,7 +382,7 @@ def _along_trajectories(
     valid = valid_tokens(batch)
     reward, value = torch.where(valid, token_rewards, 0.0), torch.where(valid, values, 0.0)
     exact = generalised_advantages(reward, value, trajectories, gamma, lam, backend=backend)
-    return finished_tokens(torch.where(valid, exact, 0.0), token_rewards, valid, whitened, backend)
+    return finished_tokens(torch.where(valid, exact, 0.0), token_rewards, batch, valid, whitened, backend)
 
 
 @estimator(Provenance.PAPER, level="token")

@@ -1,6 +1,6 @@
 """How tokens form rows, and rows form the levels above them."""
 
-from .cuts import MicroBatch
+from .cuts import MicroBatch, check_whole, whole_groups
 from .hierarchy import (
     ROWS_AS_LEAVES,
     Hierarchy,
@@ -29,6 +29,7 @@ __all__ = [
     "PackedBatch",
     "alone_without",
     "as_batch",
+    "check_whole",
     "first_ranges",
     "of_row",
     "place_in_row",
@@ -41,4 +42,5 @@ __all__ = [
     "spread_rows",
     "takes_padded",
     "valid_tokens",
+    "whole_groups",
 ]

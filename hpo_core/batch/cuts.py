@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,7 +89,42 @@ def _blocks_of(batch: PackedBatch, whole: str | None) -> Iterator[list[int]]:
         yield block
 
 
-def part_of(batch: PackedBatch, index: torch.Tensor, is_part: bool) -> MicroBatch:
+def torn_by(parts: list[list[int]], batch: PackedBatch) -> Iterator[tuple[str, ...]]:
+    """For each part the levels of which it has a piece: "group", "domain"."""
+    torn: list[tuple[str, ...]] = [()] * len(parts)
+    for level, ids in (("group", batch.group_ids), ("domain", batch.domain_ids)):
+        if ids is None:
+            continue
+        numbers = ids.tolist()
+        units = [{numbers[row] for row in rows if numbers[row] >= 0} for rows in parts]
+        seen = Counter(unit for of_part in units for unit in of_part)
+        for index, of_part in enumerate(units):
+            if any(seen[unit] > 1 for unit in of_part):
+                torn[index] += (level,)
+    return iter(torn)
+
+
+def check_whole(batch: PackedBatch, level: str, reader: str, otherwise: str) -> None:
+    """Check that no other part of micro_batches has rows of this batch's groups, or domains."""
+    check(
+        level not in batch.torn,
+        "batch: {} looks at whole {}s, and another part has rows of one that is in this part; cut with "
+        "micro_batches(..., whole={!r}), or {}",
+        reader,
+        level,
+        level,
+        otherwise,
+    )
+
+
+def whole_groups(batch: PackedBatch) -> torch.Tensor | None:
+    """The ids of prompt groups, for a function whose result can be sliced."""
+    otherwise = "call it on the whole batch and take the result's entries of the part"
+    check_whole(batch, "group", "this function", otherwise)
+    return batch.group_ids
+
+
+def part_of(batch: PackedBatch, index: torch.Tensor, is_part: bool, torn: tuple[str, ...]) -> MicroBatch:
     """The batch of these rows, with its indices into this batch."""
     begin = batch.cu_seqlens[index]
     lengths = batch.cu_seqlens[index + 1] - begin
@@ -105,6 +141,7 @@ def part_of(batch: PackedBatch, index: torch.Tensor, is_part: bool) -> MicroBatc
         **{name: None if tensor is None else tensor[index] for name, tensor in ids},
     )
     object.__setattr__(part, "is_part", is_part)
+    object.__setattr__(part, "torn", torn)
     if batch.padded_shape is not None:
         object.__setattr__(part, "padded_shape", (part.rows, batch.padded_shape[1]))
     return MicroBatch(part, index, steps, tokens)

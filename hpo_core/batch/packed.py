@@ -11,7 +11,7 @@ from .. import ops
 from ..arguments import examines
 from ..checks import check, check_device, check_real, check_shape, examined, require_type
 from ..specs import Unit
-from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of
+from .cuts import MicroBatch, as_indices, indices_of, part_of, parts_of, torn_by
 from .hierarchy import (
     ROWS_AS_LEAVES,
     Hierarchy,
@@ -83,6 +83,7 @@ class PackedBatch(Immutable):
         "rows",
         "step_ids",
         "steps",
+        "torn",
         "total_tokens",
         "trajectory_ids",
     )
@@ -99,6 +100,7 @@ class PackedBatch(Immutable):
     domain_ids: torch.Tensor | None
     padded_shape: tuple[int, int] | None
     is_part: bool  # made by micro_batches: the whole batch has the counts of the optimiser step
+    torn: tuple[str, ...]  # "group", "domain": another part of micro_batches has rows of the same one
 
     @examines
     def __init__(
@@ -124,7 +126,7 @@ class PackedBatch(Immutable):
         self.__setstate__(
             {name: None if each is None else each.to(torch.int64).contiguous() for name, each in integers.items()}
             | {"rows": cu_seqlens.numel() - 1, "mask": mask, "total_tokens": total_tokens}
-            | {"padded_shape": None, "is_part": False}
+            | {"padded_shape": None, "is_part": False, "torn": ()}
         )
         if self.step_ids is not None:
             check(self.num_steps is not None, "step_ids: there are no steps to name; pass cu_steps or steps, too")
@@ -347,7 +349,7 @@ class PackedBatch(Immutable):
         >>> part, tokens
         (PackedBatch(rows=2, tokens=3), tensor([5, 0, 1]))
         """
-        part = part_of(self, indices_of(self, rows), self.is_part)
+        part = part_of(self, indices_of(self, rows), self.is_part, self.torn)
         return part.batch, part.tokens
 
     @examines
@@ -361,15 +363,17 @@ class PackedBatch(Immutable):
             max_tokens: the size of a part; a larger trajectory, group or domain is a part of its own.
             whole: the unit that no part splits: ``"trajectory"``, ``"group"`` (and its trajectories) or ``"domain"``
                 (and its groups). Its rows must be consecutive. Default: the coarsest unit with ids in the batch. A row
-                without ids, or with a negative group or domain id, belongs together with no other row.
+                without ids, or with a negative group or domain id, belongs together with no other row. Functions that
+                look at groups or domains refuse a part with a piece of one.
 
         >>> batch = PackedBatch.from_lengths([2, 1, 3], group_ids=torch.tensor([5, 5, 8]))
         >>> [part.rows.tolist() for part in batch.micro_batches(4)]
         [[0, 1], [2]]
         """
         check(max_tokens > 0, "max_tokens: expected a count > 0, got {}", max_tokens)
-        for rows in parts_of(self, max_tokens, whole):
-            yield part_of(self, torch.tensor(rows, device=self.device), True)
+        parts = list(parts_of(self, max_tokens, whole))
+        for rows, torn in zip(parts, torn_by(parts, self), strict=True):
+            yield part_of(self, torch.tensor(rows, device=self.device), True, torn)
 
     def replace(self, *, validate: bool = True, **changed: torch.Tensor | None) -> PackedBatch:
         """The batch with some of the constructor's tensors replaced; a padded batch also takes a mask ``[B, L]``.
@@ -388,6 +392,7 @@ class PackedBatch(Immutable):
         result = PackedBatch(**tensors, total_tokens=self.total_tokens, validate=validate)
         object.__setattr__(result, "padded_shape", padded)
         object.__setattr__(result, "is_part", self.is_part)
+        object.__setattr__(result, "torn", self.torn)
         return result
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:

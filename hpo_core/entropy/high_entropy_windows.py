@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 import torch.distributed
 
-from ..batch import PackedBatch, as_batch, row_counts, spread_rows, valid_tokens
+from ..batch import PackedBatch, as_batch, row_counts, spread_rows, valid_tokens, whole_groups
 from ..checks import check, check_precise, check_scalar, check_tokens
 from ..distributed import gather
 from ..specs import OrderRule, Provenance
@@ -59,7 +59,8 @@ def ares_windows(
     means = window_aggregate(entropy, batch, Window.forward(width), backend=backend)
     measured = means if of_windows else entropy
     of_rows = quantiles(measured, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
-    ids = torch.zeros_like(batch.cu_seqlens[1:]) if batch.group_ids is None else batch.group_ids.to(torch.int64)
+    groups = whole_groups(batch)
+    ids = torch.zeros_like(batch.cu_seqlens[1:]) if groups is None else groups.to(torch.int64)
     threshold = _fitted_in_order(of_rows, ids, process_group, backend).at(ids)
     of_group = torch.where(threshold.members > 0, threshold.mean.to(means.dtype), torch.inf)
     return means >= spread_rows(of_group, batch, torch.inf)

@@ -15,7 +15,7 @@ import torch.distributed
 
 from .. import ops
 from ..arguments import check_choice, examines
-from ..batch import PackedBatch, alone_without, as_batch, of_row, renumber, row_at
+from ..batch import PackedBatch, alone_without, as_batch, of_row, renumber, row_at, whole_groups
 from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, examined, require_type
 from ..specs import OrderRule
 from .aggregates import flat_values
@@ -270,9 +270,10 @@ def _scoping(
     if scope == "trajectory" and batch.trajectory_ids is not None:
         return _Scoping(batch.cu_seqlens, *_numbers(batch.trajectory_ids, group, names_may_be_negative=True), None)
     if scope == "group":
-        check(batch.group_ids is not None, "scope: 'group' needs group_ids in the batch")
-        assert batch.group_ids is not None
-        return _Scoping(batch.cu_seqlens, *_numbers(batch.group_ids, group), None)
+        groups = whole_groups(batch)
+        check(groups is not None, "scope: 'group' needs group_ids in the batch")
+        assert groups is not None
+        return _Scoping(batch.cu_seqlens, *_numbers(groups, group), None)
     if scope == "call":
         segments = batch.cu_seqlens if by_row else ops.segments_of_call(batch.cu_seqlens, batch.total_tokens)
         return _Scoping(segments, torch.zeros_like(segments[1:]), 1, None)

@@ -14,7 +14,7 @@ import torch
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, known
 from ..arguments import check_compat
-from ..batch import PackedBatch, as_batch, first_ranges, of_row, row_counts, spread_rows
+from ..batch import PackedBatch, as_batch, first_ranges, of_row, row_counts, spread_rows, whole_groups
 from ..checks import check, check_rows, check_units
 from ..segments import chains, statistics
 from ..specs import Provenance
@@ -89,7 +89,7 @@ def _means(given: Signal, batch: PackedBatch, padded: bool, backend: str | None)
     mean = means_of_segments(given.values, batch.row_of_token(), batch.rows, given.usable, backend)
     if padded:  # the padded length is the same for all rows, and cancels
         mean = mean * row_counts(batch, given.usable)
-    of_group = statistics(mean.to(given.dtype), batch.group_ids, backend=backend)
+    of_group = statistics(mean.to(given.dtype), whole_groups(batch), backend=backend)
     known_mean = torch.isfinite(mean)
     return torch.where(known_mean, mean, 0.0), torch.where(known_mean, of_group.mean, 0.0)
 
@@ -186,7 +186,7 @@ def ucas(
     batch = as_batch(batch)
     check_rows(batch, advantages=advantages, confidence=confidence)
     signal = read(batch, logits=logits)
-    group = statistics(confidence, batch.group_ids, backend=backend)
+    group = statistics(confidence, whole_groups(batch), backend=backend)
     deviation = group.deviation(1)
     c = torch.where(deviation > 0, (confidence.double() - group.mean) / deviation, 0.0)
     of_row_advantages = advantages.double()

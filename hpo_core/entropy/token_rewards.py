@@ -6,7 +6,7 @@ import torch
 
 from ..advantages.terms import as_advantages, known
 from ..arguments import constant
-from ..batch import PackedBatch, as_batch, place_in_row, row_counts, spread_rows
+from ..batch import PackedBatch, as_batch, place_in_row, row_counts, spread_rows, whole_groups
 from ..checks import check_rows
 from ..segments import dense_ids, statistics
 from ..specs import Provenance
@@ -101,7 +101,8 @@ def grpo_s(
 def outcomes(is_correct: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """An id ``[S]`` for each group and outcome, the same on all ranks; -1 outside every group."""
     right = is_correct.to(torch.int64)
-    return right if batch.group_ids is None else dense_ids(batch.group_ids, right)
+    groups = whole_groups(batch)
+    return right if groups is None else dense_ids(groups, right)
 
 
 def _shared(

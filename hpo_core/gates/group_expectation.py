@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 
 from .. import ops
-from ..batch import PackedBatch, alone_without, as_batch, renumber, row_counts, row_sums, spread_rows, valid_tokens
+from ..batch import (
+    PackedBatch,
+    alone_without,
+    as_batch,
+    renumber,
+    row_counts,
+    row_sums,
+    spread_rows,
+    valid_tokens,
+    whole_groups,
+)
 from ..checks import check, check_precise, check_tokens
 from ..specs import GroupStatistics
 from .inputs import of_logps
@@ -38,8 +48,9 @@ def gepo_old_logp(old_logp: torch.Tensor, batch: PackedBatch | torch.Tensor) -> 
     batch = as_batch(batch)
     check_precise("old_logp", old_logp)
     check_tokens(batch, old_logp=old_logp)
-    check(batch.group_ids is not None, "batch: GEPO compares a prompt's responses; pass group_ids [S] to PackedBatch")
-    assert batch.group_ids is not None
+    groups = whole_groups(batch)
+    check(groups is not None, "batch: GEPO compares a prompt's responses; pass group_ids [S] to PackedBatch")
+    assert groups is not None
     valid, given = valid_tokens(batch), old_logp.detach()
     counted = valid & given.isfinite()
     tokens = row_counts(batch, counted)
@@ -48,7 +59,7 @@ def gepo_old_logp(old_logp: torch.Tensor, batch: PackedBatch | torch.Tensor) -> 
     row_mean = row_sums(torch.where(counted, given, 0.0), batch) / tokens  # without tokens 0 / 0: in no mean
     own = _statistics(row_mean, trajectory, tokens)
     mean = torch.where(own.members > 0, own.mean, torch.nan)
-    group = renumber(alone_without(batch.group_ids, trajectory))[0]
+    group = renumber(alone_without(groups, trajectory))[0]
     once = 1 / _statistics(torch.zeros_like(mean), trajectory, None).members
     greatest = _statistics(mean, group, None).greatest
     lead = (mean - greatest).exp()

@@ -306,6 +306,14 @@ def test_amd_loads_as_wide(target, kernels):
     assert [kernel for kernel, loads in expected.items() if found[kernel] < loads] == []
 
 
+@of_each(AMD)
+def test_amd_indexes_tokens_in_64_bits(target, kernels):
+    """Triton's backend for AMD would cut the indices of a loop over numbers of tiles, and lose tokens from 2^29 on."""
+    swept = {"_sweep", "_sweep_leaves", "_sum_members", "_select_top", "_scale"} & set(kernels)
+    cut = [each["path"] for each in compiled_on(target, kernels) if each["kernel"] in swept and each["narrowed"]]
+    assert swept and cut == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("target", [*OTHERS, *AMD])
 @pytest.mark.parametrize("share", range(SHARES))
@@ -321,6 +329,23 @@ def test_every_path_compiles_for_every_target_without_spilling(share, target):
 @pytest.mark.parametrize("share", range(SHARES_OF_ALL))
 def test_every_structure_compiles_for_every_target_without_spilling(share, target):
     assert_no_spills(reports(target, "--all", "--share", str(share), str(SHARES_OF_ALL)))
+
+
+DEBUGGED = """
+import json
+
+import triton
+from hpo_core._triton import compile
+
+triton.knobs.runtime.debug = True  # TRITON_DEBUG=1
+kernels = compile.specialisations(compile.paths(), 90, ["covariance, draw/_write_keys"])
+print(json.dumps(["__assertfail" in kernel.asm["ptx"] for _, kernel in kernels]))
+"""
+
+
+def test_debug_mode_takes_no_intended_overflow_for_an_error():
+    """A hash wraps."""
+    assert answer(DEBUGGED) == [False]
 
 
 COUNT_COMPILATIONS = """
@@ -486,7 +511,7 @@ print(json.dumps([
 """
 
 
-SCRIPTS = (SELECT_TOP, NAME_KERNELS, COUNT_COMPILATIONS, COUNT_ALIGNED, COUNT_BY_PRESET, FRONT_END, ELSEWHERE)
+SCRIPTS = (DEBUGGED, SELECT_TOP, NAME_KERNELS, COUNT_COMPILATIONS, COUNT_ALIGNED, COUNT_BY_PRESET, FRONT_END, ELSEWHERE)
 
 
 def test_sizes_and_numbers_never_compile_again():

@@ -316,7 +316,8 @@ class PackedBatch(Immutable):
         ids the batch is one group, without trajectory ids each row is a trajectory. A range without tokens has -1, as
         have all ranges of a step (equal ``step_ids``) but its first, which stands for the step: it has its reward.
 
-        A negative trajectory id is a name in a batch but means none in an estimator, so ids lose their sign bit.
+        A negative trajectory id is a name in a batch but means none in an estimator, so ids lose their sign bit: two
+        that differ by 2^63 become one.
         """
         row = self.row_of_step()
         if self.step_ids is not None:

@@ -91,6 +91,7 @@ class Report(NamedTuple):
     orders: tuple[str, ...] = ()  # barriers of the program and orders of the device, in the order of the code
     cooperative: bool = False  # whether all programs of a launch run at once, so that one can wait for the others
     binary: str = ""  # the file in Triton's cache
+    narrowed: int = 0  # tensors of int64 that are cut to 32 bits; of AMD alone
 
 
 def report(compiled: Any) -> Report:
@@ -107,7 +108,8 @@ def _report_of_amd(compiled: Any) -> Report:
     for words, byte_or_short in re.findall(r"(?:global|buffer)_load_(?:dword(?:x(\d))?|[us](byte|short))", source):
         loads[{"byte": "8", "short": "16"}.get(byte_or_short) or str(32 * int(words or 1))] += 1
     name, shared = compiled.metadata.name, compiled.metadata.shared
-    return Report(name, registers, max(4 * spilled, scratch), shared, dict(loads), {})
+    narrowed = len(re.findall(r"arith\.trunci [^\n]*xi64[^\n]* to tensor<[^\n]*xi32", compiled.asm["ttgir"]))
+    return Report(name, registers, max(4 * spilled, scratch), shared, dict(loads), {}, narrowed=narrowed)
 
 
 def _report_of_nvidia(compiled: Any) -> Report:

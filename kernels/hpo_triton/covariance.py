@@ -62,8 +62,7 @@ def _sum_members(
     count = tl.zeros([TILE], tl.int32)
     of_logp = tl.zeros([TILE], tl.float64)
     of_advantages = tl.zeros([TILE], tl.float64)
-    for tile in range(program, tl.cdiv(tokens, TILE), programs):
-        start = tile * TILE
+    for start in range(program * TILE, tokens, programs * TILE):
         tile_members = _members(logp, advantages, cu_seqlens, mask, start, tokens, rows, broken, ALIGNED)
         count += tile_members.valid.to(tl.int32)
         of_logp += tile_members.logp.to(tl.float64)
@@ -112,8 +111,7 @@ def _write_keys(
     broken = tl.load(sums + 3 * PROGRAMS) > 0.0
     if program == 0:
         tl.store(members, n.to(tl.int64))
-    for tile in range(program, tl.cdiv(tokens, TILE), programs):
-        start = tile * TILE
+    for start in range(program * TILE, tokens, programs * TILE):
         whole = start + TILE <= tokens
         token = start + tl.arange(0, TILE)
         tile_members = _members(logp, advantages, cu_seqlens, mask, start, tokens, rows, broken, ALIGNED)

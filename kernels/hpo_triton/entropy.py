@@ -103,9 +103,9 @@ def _count_digits(
         prefix, _ = _key_at(histograms, numerator, denominator, digits, RULE, PASS)
     histogram = tl.zeros([BINS], tl.int32)
     nan_scores = tl.zeros([SCORES], tl.int32)
-    for tile in range(program, tl.cdiv(tokens, SCORES), programs):
-        token = tile * SCORES + tl.arange(0, SCORES)
-        x = load(score, token, tokens, (tile + 1) * SCORES <= tokens, ALIGNED)
+    for start in range(program * SCORES, tokens, programs * SCORES):
+        token = start + tl.arange(0, SCORES)
+        x = load(score, token, tokens, start + SCORES <= tokens, ALIGNED)
         exists = token < tokens
         counted = exists & is_finite(x)
         key = order_key(x)
@@ -158,9 +158,9 @@ def _select_top(
                 tl.store(counts, n)
                 tl.store(counts + 1, tl.load(histograms + 3 * BINS))
             if selected is not None:
-                for tile in range(program, tl.cdiv(tokens, SCORES), programs):
-                    token = tile * SCORES + tl.arange(0, SCORES)
-                    whole = (tile + 1) * SCORES <= tokens
+                for start in range(program * SCORES, tokens, programs * SCORES):
+                    token = start + tl.arange(0, SCORES)
+                    whole = start + SCORES <= tokens
                     x = load(score, token, tokens, whole, ALIGNED)
                     store(selected, token, x > limit if STRICT else x >= limit, tokens, whole, ALIGNED)
 

@@ -152,8 +152,7 @@ def _sweep(
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     counts, total = no_sums()
-    for tile in range(program, tl.cdiv(tokens, TILE), programs):
-        start = tile * TILE
+    for start in range(program * TILE, tokens, programs * TILE):
         whole = start + TILE <= tokens
         token = start + tl.arange(0, TILE)
         loaded = load_tokens(inputs, token, tokens, whole, READING)

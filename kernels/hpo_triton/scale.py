@@ -10,22 +10,25 @@ import torch
 import triton.language as tl
 
 from .launch import INTERPRETED, kernel, launch, programs_for
+from .rows import load, store
 
 BLOCK = tl.constexpr(1 << 16 if INTERPRETED else 2048)
 
 
 @kernel
-def _scale(values, factor, count: tl.int64):
+def _scale(values, factor, count: tl.int64, ALIGNED: tl.constexpr):
     by = tl.load(factor)
     if by != 1.0:
         first = tl.program_id(0).to(tl.int64) * BLOCK
         for start in range(first, count, tl.num_programs(0).to(tl.int64) * BLOCK):
             at = start + tl.arange(0, BLOCK)
-            value = tl.load(values + at, mask=at < count, other=0.0)
-            tl.store(values + at, (value.to(tl.float32) * by).to(value.dtype), mask=at < count)
+            whole = start + BLOCK <= count
+            value = load(values, at, count, whole, ALIGNED)
+            store(values, at, (value.to(tl.float32) * by).to(value.dtype), count, whole, ALIGNED)
 
 
 def scale(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Contiguous ``values`` of a float type, times a float32 number on their device."""
-    launch(_scale, programs_for(values.numel(), BLOCK.value), values, factor, values.numel())
+    count = values.numel()
+    launch(_scale, programs_for(count, BLOCK.value), values, factor, count, ALIGNED=values.data_ptr() % 16 == 0)
     return values

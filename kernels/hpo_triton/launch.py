@@ -43,7 +43,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **structure: Any) -> Non
     """Start ``programs`` programs on the device of the first argument.
 
     Multiply-adds are fused only where the source says so: Triton's default differs between versions, and so would bits.
-    Integers may overflow: hashes wrap, and numbers that are selected away overflow; ``TRITON_DEBUG=1`` would stop there.
+    Integers may overflow: hashes wrap, and so do numbers that are selected away; ``TRITON_DEBUG=1`` would stop there.
     """
     launches[kernel.fn.__name__] += 1
     options = {"num_warps": WARPS, **structure, "enable_fp_fusion": False, "sanitize_overflow": False}

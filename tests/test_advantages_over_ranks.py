@@ -26,6 +26,8 @@ def units():
     # On one rank each, however the units are shared out.
     share = torch.bucketize(torch.arange(UNITS), torch.tensor([9, 17, 22]), right=True)
     local = torch.where(groups < 0, -1, (groups * 4 + share) * 3 + torch.randint(0, 3, (UNITS,), generator=draw))
+    own, before = torch.arange(UNITS), torch.tensor([0, 9, 17, 22])[share]
+    places = own - 7 * own % 5  # itself, or an earlier one of its rank
     return {
         "rewards": rewards,
         "local": local,
@@ -35,6 +37,7 @@ def units():
         "anchors": torch.randint(0, 3, (UNITS,), generator=draw),
         "lengths": torch.randint(1, 9, (UNITS,), generator=draw).float(),
         "flags": torch.rand(UNITS, generator=draw) < 0.6,
+        "places": torch.where(own % 11 == 3, 2 * UNITS, torch.where(places < before, -1, places)),
     }
 
 
@@ -59,6 +62,19 @@ CALLS = {
     "vpo": lambda wrap, u: wrap(A.vpo)(
         u["several"].T[:, :, None] * torch.tensor([1.0, -2.0, 0.5]), u["groups"], torch.eye(3)
     ),
+    # Places that are no units give NaN.
+    "mars2": lambda wrap, u: wrap(A.mars2)(u["rewards"], u["places"], u["groups"]).nan_to_num(7.0),
+    "mars2 by name": lambda wrap, u: wrap(functools.partial(A.mars2, compat="code"))(
+        u["rewards"], group_ids=u["groups"], parents=u["places"].int()
+    ).nan_to_num(7.0),
+    "poise": lambda wrap, u: wrap(A.poise)(u["rewards"], u["several"][0], u["places"]).nan_to_num(7.0),
+    "treepo_segments": lambda wrap, u: wrap(A.treepo_segments)(
+        u["rewards"], [u["groups"], u["anchors"]], lengths=u["several"].abs()
+    ),
+    "rose_length_penalty": lambda wrap, u: wrap(functools.partial(A.rose_length_penalty, starts=u["several"].abs()))(
+        u["several"], u["rewards"], (u["groups"], u["anchors"]), u["lengths"]
+    ),
+    "hc_grpo": lambda wrap, u: wrap(A.reconstructed.hc_grpo)(u["rewards"], u["several"], u["groups"]),
     "equal rewards": lambda wrap, u: wrap(A.grpo)(torch.full_like(u["rewards"], 0.1), u["groups"], eps=0.0),
 }
 # The estimators for which tables of groups are enough.
@@ -139,7 +155,9 @@ TABLES = {
 
 
 def part(values, begin, end):
-    return {name: value[..., begin:end] for name, value in values.items()}
+    """The units of one rank, and their places among its own."""
+    own = {name: value[..., begin:end] for name, value in values.items()}
+    return own | {"places": torch.where(own["places"] < 0, own["places"], own["places"] - begin)}
 
 
 def compute(world, rank):
@@ -180,6 +198,34 @@ def test_tables_of_groups_are_enough(ranks, name):
     assert alone.any() or name == "equal rewards"
     if name == "equal rewards":
         assert not got.any()
+
+
+def places_beyond(rank):
+    """The second unit of each rank names one that stands behind all of its rank."""
+    rewards, sources = torch.tensor([1.0, 0.0]) + 2 * rank, torch.tensor([1, 2])
+    parents, group = torch.tensor([-1, 2**63 - 1 if rank else 2]), torch.zeros(2).long()
+    return over_ranks(A.poise)(rewards, rewards / 4, sources), over_ranks(A.mars2)(rewards, parents, group)
+
+
+def test_a_place_beyond_the_units_of_its_rank_is_none_of_the_next():
+    for predicted, shaped in on_ranks(2, places_beyond):
+        assert predicted.isnan().tolist() == shaped.isnan().tolist() == [False, True]
+
+
+def with_an_empty_rank(rank):
+    """A rank without units, which has lists without elements for what has rows, too."""
+    rewards, root, places = torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3).long(), torch.tensor([-1, 0, 0])
+    lengths = torch.tensor([[4.0, 2.0, 1.0]])
+    if rank == 0:
+        rewards, root, places, lengths = rewards[:0], root[:0], torch.tensor([]), torch.tensor([])
+    calls = [(A.mars2, (rewards, places, root)), (A.treepo_segments, (rewards, [root], lengths))]
+    return [over_ranks(call)(*given) for call, given in calls] + [call(*given) for call, given in calls[: 2 * rank]]
+
+
+def test_a_rank_without_units_has_no_rows_either():
+    empty, (*over, shaped, segments) = on_ranks(2, with_an_empty_rank)
+    assert all(map(torch.equal, over, (shaped, segments))) and shaped.any() and segments.any()
+    assert [each.shape for each in empty] == [(0,), (1, 0)]
 
 
 # Two groups of two rows, of which each rank has one row, and rewards of another spread in each.

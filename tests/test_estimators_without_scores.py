@@ -61,8 +61,8 @@ def test_the_largest_id_is_an_id_of_a_blueprint(backend, extreme):
     assert out.tolist() == [*R.himac(r[:2], t(0, 0), macro[:2], t(0, 0), **b).tolist() * 2, 0.0]
 
 
-@pytest.mark.parametrize("beyond", [5, 2**40, 2**63 - 1])
-def test_a_parent_beyond_the_nodes_is_an_error_that_the_loss_counts(backend, beyond):
+@pytest.mark.parametrize("beyond", [4, 5, 2**40, 2**63 - 1])
+def test_a_parent_beyond_the_nodes_or_the_node_itself_is_an_error_that_the_loss_counts(backend, beyond):
     """Not the last node: it is in no statistic, and what it would be compared with is as if it were not there."""
     t, b = on(backend)
     rewards, group = t(0.2, 0.6, 0.8, 0.4, 0.9), t(0, 0, 0, 0, 0)

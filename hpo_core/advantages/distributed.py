@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ from ..arguments import check_group
 from ..checks import check, require_type
 from ..distributed import gather, is_distributed, place_of_own, spanning
 from .terms import accepted_keywords, is_multi_reward, level_of, name_of, takes_tables
+
+# The arguments that are places among the units, and those that may be [D, U], a row for each depth or kind.
+_PLACES, _BY_ROW = ("parents", "sources"), ("costs", "lengths", "starts")
 
 
 def over_ranks(
@@ -31,8 +35,10 @@ def over_ranks(
     Args:
         estimator: one of rows or steps, or ``functools.partial`` of one, that returns ``[U]``. Of its arguments the
             first and all one-dimensional tensors, alone, in a list or in a tuple, are gathered: they belong to units.
-            Ids must mean the same on every rank (rows of a batch without ``trajectory_ids`` have none that do); places
-            among the units (``parents``, ``sources``) do not.
+            So are ``costs``, ``lengths`` and ``starts`` ``[D, U]``; other tensors of more dimensions are the same on
+            every rank. Ids must mean the same on every rank (rows of a batch without ``trajectory_ids`` have none that
+            do). Places (``parents``, ``sources``) are those among the units of this rank: the number of units on
+            earlier ranks is added to them, and a place beyond this rank's units is one beyond all.
         process_group: ranks of which no two have the same unit, such as a piece of one response each: it would count
             for each of them. Default: all processes.
         tables: gather the statistics of groups instead of the units: 56 bytes per group, rank and statistic, for many
@@ -96,7 +102,7 @@ def _run(
     others = [*zip(names[1:], rest, strict=False), *keywords.items()]
     beside = [each for name, given in others for each in _names_of_units(of_rewards, name, given)]
     parts = gather(first.movedim(units, 0), group, names[0], beside)
-    everywhere = functools.partial(_everywhere, group, of_rewards)
+    everywhere = functools.partial(_everywhere, group, of_rewards, [*map(len, parts)])
     whole = estimator(
         torch.cat(parts).movedim(0, units),
         *map(everywhere, names[1:], rest),
@@ -125,18 +131,34 @@ def _group(process_group: torch.distributed.ProcessGroup | None) -> Any:
     return torch.distributed.group.WORLD if process_group is None else process_group
 
 
-def _everywhere(group: torch.distributed.ProcessGroup, of_rewards: str | None, name: str, given: Any) -> Any:
+def _everywhere(
+    group: torch.distributed.ProcessGroup, of_rewards: str | None, units: list[int], name: str, given: Any
+) -> Any:
     """The arguments that belong to units, of the units of all ranks; others as they are, that named ``of_rewards`` too.
 
     Not a closure that calls itself: the cycle would keep the process group, and its threads, beyond its destruction.
     """
     if type(given) in (list, tuple):
-        return type(given)(_everywhere(group, of_rewards, name, each) for each in given)
-    return torch.cat(gather(given, group, name)) if _is_of_units(of_rewards, name, given) else given
+        return type(given)(_everywhere(group, of_rewards, units, name, each) for each in given)
+    if not _is_of_units(of_rewards, name, given):
+        return given
+    parts = gather(given.movedim(-1, 0), group, name)
+    return torch.cat(_among_all(parts, units) if name in _PLACES else parts).movedim(0, -1)
+
+
+def _among_all(parts: list[torch.Tensor], units: list[int]) -> list[torch.Tensor]:
+    """Places among the units of each rank as places among those of all. ``units``: how many each rank has."""
+    before = itertools.accumulate(units, initial=0)
+    return [
+        torch.where(part < own, torch.where(part < 0, part, part + earlier), sum(units)).to(part.dtype)
+        for part, own, earlier in zip(parts, units, before, strict=False)
+    ]
 
 
 def _is_of_units(of_rewards: str | None, name: str, given: Any) -> bool:
-    return isinstance(given, torch.Tensor) and given.dim() == 1 and name != of_rewards
+    if not isinstance(given, torch.Tensor):
+        return False
+    return (given.dim() == 1 and name != of_rewards) or (given.dim() == 2 and name in _BY_ROW)
 
 
 def _names_of_units(of_rewards: str | None, name: str, given: Any) -> list[str]:

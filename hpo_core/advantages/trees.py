@@ -280,8 +280,8 @@ def mars2(
 
     Args:
         parents: ``[N]`` integers, the place of each node's parent among the nodes; negative: the root is its parent,
-            which is none, but makes siblings. A node whose parent is beyond the nodes is in no statistic and gets NaN,
-            which the loss leaves out and counts.
+            which is none, but makes siblings. A node whose parent is beyond the nodes, or the node itself, is in no
+            statistic and gets NaN, which the loss leaves out and counts. Longer cycles are not detected.
         group_ids: ``[N]``, the prompt of each tree.
         tree_ids: ``[N]``, the tree of each node: those below the root are siblings in their own tree alone. None: each
             prompt has one tree.
@@ -297,7 +297,8 @@ def mars2(
     check_units(rewards=rewards, group_ids=group_ids, tree_ids=tree_ids)
     check_finite(shaping=shaping, siblings=siblings)
     in_place = check_compat(compat)
-    lost = parents >= rewards.numel()
+    here = torch.arange(rewards.numel(), device=rewards.device)
+    lost = (parents >= rewards.numel()) | (parents == here)
     own = among(parents, ~lost)  # a place below N: adding 1 cannot overflow
     tree = group_ids if tree_ids is None else dense_ids(group_ids, tree_ids)
     family = statistics(rewards, dense_ids(among(tree, ~lost), own.clamp(min=-1) + 1), backend=backend)
@@ -315,7 +316,7 @@ def mars2(
     if in_place:  # a parent's gain g reaches its child as -shaping times its part of the baseline
         part = torch.where(has_siblings, 1 - siblings, torch.ones_like(gain))
         reach = torch.where(has_parent, -shaping * part, 0.0)
-        above = torch.where(has_parent, own, torch.arange(rewards.numel(), device=rewards.device))
+        above = torch.where(has_parent, own, here)
         for _ in range(rewards.numel().bit_length()):  # each time twice as far up
             gain, reach, above = gain + reach * gain[above], reach * reach[above], above[above]
     advantages = grpo(as_advantages(exact + gain, rewards, backend), group_ids, eps=eps, backend=backend)

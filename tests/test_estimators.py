@@ -207,7 +207,7 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
     update = functools.partial(tracker.updated, rewards, torch.tensor([0, 1]), rewards)
     ids = [torch.zeros(2).long()] * 2
     for call, message in (
-        (lambda: A.ngrpo(rewards, None, best=math.inf), r"best: expected a finite number, got inf"),
+        (lambda: A.ngrpo(rewards, None, best=math.inf), r"best: expected a finite number that float32 .*, got inf"),
         (lambda: A.treepo(rewards, []), r"prefix_ids: expected 1 to 8 depths, got 0"),
         (lambda: A.treepo(rewards, [torch.zeros(2).long()] * 9), r"prefix_ids: expected 1 to 8 depths, got 9"),
         (lambda: A.rose(rewards, []), r"prefix_ids: expected at least one depth, got none"),
@@ -224,7 +224,10 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: A.sgrpo_hierarchical_sum(rewards, rewards, *ids, group_weight=2), r"^group_weight: .*, got 2"),
         (lambda: A.hbpo(rewards, rewards > 0, rewards, ids[0], longest=0.0), r"^longest: .* above 0, got 0.0"),
         (lambda: A.hbpo(rewards, rewards > 0, rewards, ids[0], beta=math.inf), r"^beta: expected a finite .* inf"),
-        (lambda: A.icpo(rewards, None, rewards > 0, progress=0, bonus=math.inf), r"^bonus: .* finite number, got inf"),
+        (
+            lambda: A.icpo(rewards, None, rewards > 0, progress=0, bonus=math.inf),
+            r"^bonus: .* finite number .*, got inf",
+        ),
         (lambda: A.pkpo(rewards, None, 1), r"^k: expected a count of at least 2, got 1; the best of one is dr_grpo"),
         (lambda: A.qae(rewards, None, quantile=40), r"^quantile: expected a share in \[0, 1\], got 40"),
         (lambda: A.hila(rewards, rewards > 0, rewards > 1, None, defer_cost=math.inf), r"^defer_cost: .* got inf"),
@@ -234,15 +237,49 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
         (lambda: A.adora(rewards, None, rewards, rewards > 0, damping=math.inf), r"^damping: .* got inf"),
         (lambda: A.copo(rewards, None, ids[0], rewards > 0, rewards, variants=0), r"^variants: .* at least 1, got 0"),
         (lambda: A.copo(rewards, None, ids[0], rewards > 0, rewards, sharpness=-1), r"^sharpness: .* >= 0, got -1"),
-        (lambda: A.grpo_lead(rewards, None, steepness=math.inf), r"^steepness: expected a finite number, got inf"),
+        (lambda: A.grpo_lead(rewards, None, steepness=math.inf), r"^steepness: expected a finite .*, got inf"),
         (lambda: A.rae(rewards, ids[0], rewards, decay=1.5), r"^decay: expected a number in \[0, 1\], got 1.5"),
         (lambda: A.vapo(rewards, rewards, hpo.PackedBatch.from_lengths([2]), alpha=0), r"^alpha: .* above 0, got 0"),
         (lambda: A.real(rewards > 0, None, rewards, temperature=0), r"^temperature: .* > 0, got 0"),
         (lambda: R.hi_agent(*[rewards] * 3, None, weights=(1.0, math.inf, 1.0)), r"^weights\[1\]: .* got inf"),
         (lambda: R.hi_grpo(torch.stack([rewards] * 2), None, carry=math.inf), r"^carry: .* got inf"),
+        (lambda: A.thor(rewards, ids[0], rewards > 0, ids[0], step_weight=math.inf), r"^step_weight: .* got inf"),
+        (lambda: A.treepo_segments(rewards, ids, decay=math.inf), r"^decay: .* power 2 float32 holds, got inf"),
+        (lambda: A.treepo_segments(rewards, ids, decay=-1e20), r"^decay: .* power 2 float32 holds, got -1e\+20"),
+        (lambda: A.hiper_rewards(rewards, ids[0], rewards > 0, keep_penalty=-math.inf), r"^keep_penalty: .* got -inf"),
+        (lambda: A.hiper_rewards(rewards, ids[0], rewards > 0, change_penalty=1e39), r"^change_penalty: .* got 1e\+39"),
+        (lambda: A.aspo_shaping(*[rewards, None, rewards, rewards], rewards > 0, slope=-math.inf), r"^slope: .* -inf"),
+        (lambda: A.hgpo(rewards, *ids, ids[0], alpha=-math.inf), r"^alpha: expected a finite number .*, got -inf"),
+        (lambda: A.dvao(torch.zeros(2, 2), None, (1.0, math.inf)), r"^weights\[1\]: expected a finite .*, got inf"),
+        (lambda: A.gdpo(torch.zeros(2, 2), None, (1e39, 1.0)), r"^weights\[0\]: expected a finite .*, got 1e\+39"),
+        (lambda: A.negative_sample(rewards > 0, positive_weight=-1), r"^positive_weight: .* >= 0, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+FLOATS = [
+    (call, name)
+    for call in calls()
+    for name, each in inspect.signature(call.function).parameters.items()
+    if "hpo_core.advantages" in call.name and each.annotation in ("float", "float | None")
+]
+
+
+@pytest.mark.parametrize(("call", "name"), FLOATS, ids=[f"{call.function.__name__}-{name}" for call, name in FLOATS])
+def test_a_number_beyond_float32_is_refused_by_name_or_changes_no_number_to_infinity(call, name):
+    valid = tensors_of(call.run())
+    for beyond in (math.inf, -math.inf, 1e39, -1e39, 1e300, -1e300):
+        try:
+            found = tensors_of(call.run(call.arguments | {name: beyond}))
+        except ValueError as error:
+            assert re.match(rf"{name}: expected .*, got {re.escape(str(beyond))}", str(error)), error
+        else:
+            assert all(torch.equal(one.isfinite(), other.isfinite()) for one, other in zip(found, valid, strict=True))
+
+
+def test_there_are_many_floats_of_estimators():
+    assert len(FLOATS) > 90
 
 
 def functions(module):

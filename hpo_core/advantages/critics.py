@@ -12,7 +12,7 @@ from ..segments import chains, scan
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
 from .returns import check_discounts, generalised_advantages
-from .terms import Term, about_group, as_advantages, combine, estimator, known
+from .terms import Term, about_group, as_advantages, check_finite, combine, estimator, known
 
 
 @estimator(Provenance.VERIFIED, level="step", tables=True)
@@ -215,6 +215,7 @@ def hiper_rewards(
     """
     check_units(step_rewards=step_rewards, trajectory_ids=trajectory_ids)
     _check_turns(step_rewards, switches=switches, is_changed=is_changed)
+    check_finite(keep_penalty=keep_penalty, change_penalty=change_penalty)
     steps = chains(trajectory_ids, positions)
     turns = steps.unsorted(steps.ranks()[1]).double()
     keeps, exact = (trajectory_ids >= 0) & ~switches, step_rewards.double()

@@ -68,6 +68,7 @@ def gigpo(
     tensor([ 0.9512,  0.5000,  1.0000, -0.9512, -1.0000])
     """
     check_units(step_rewards=step_rewards, group_ids=group_ids, trajectory_ids=trajectory_ids, anchor_ids=anchor_ids)
+    check_finite(step_weight=step_weight)
     steps = chains(dense_ids(group_ids, trajectory_ids), positions)
     episodes = episode_returns(step_rewards, steps, backend=backend)
     returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
@@ -125,6 +126,7 @@ def hgpo(
     offset = 2 if check_compat(compat) else 1
     is_number = alpha * math.log(history + offset) < 700  # e^709 is the largest double
     check(is_number, "alpha: expected a power whose weight {}^alpha is a number, got {}", history + offset, alpha)
+    check_finite(alpha=alpha)
     steps = chains(dense_ids(group_ids, trajectory_ids), positions)
     returns = steps.unsorted(returns_along(step_rewards, steps, gamma, backend=backend))
     presence = Presence.NONZERO if drop_zeros else Presence.ALWAYS
@@ -347,6 +349,7 @@ def stratified(
     tensor([ 1.1547, -0.5773, -0.5773,  0.5773,  0.5773, -1.1547])
     """
     check_units(rewards=rewards, group_ids=group_ids, stratum_ids=stratum_ids, mask=mask)
+    check_finite(alpha=alpha)
     inside = GroupTerm(ddof=ddof, eps=eps, coefficient=alpha)
     between = GroupTerm(ddof=ddof, eps=eps, coefficient=1 - alpha)
     terms = [Term(rewards, dense_ids(group_ids, stratum_ids), inside), Term(rewards, group_ids, between)]
@@ -385,6 +388,7 @@ def thor(
     tensor([ 0.7071, -0.7071,  0.3536, -0.3536])
     """
     check_units(rewards=rewards, group_ids=group_ids, is_step=is_step, prefix_ids=prefix_ids)
+    check_finite(step_weight=step_weight)
     prefix = torch.where(is_step, prefix_ids, 0)
     level = dense_ids(group_ids, is_step.to(torch.int64), prefix)
     advantages = grpo(rewards, level, eps=eps, backend=backend)

@@ -49,6 +49,7 @@ def bnpo(
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
     check(most > 0, "most: expected a number > 0, got {}", most)
+    check_finite(most=most)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
     means, once = group.mean, 1 / group.members
     member = members_of(rewards, group, mask)

@@ -235,6 +235,7 @@ def hrpo(
     tensor([ 1.2071, -0.7071])
     """
     check_units(action_rewards=action_rewards, outcomes=outcomes, group_ids=group_ids, trajectory_ids=trajectory_ids)
+    check_finite(action_weight=action_weight)
     scored = scorable(outcomes, torch.isfinite(action_rewards))
     trajectories = dense_ids(group_ids, trajectory_ids)
     scored = grouped(scored, trajectories)
@@ -368,6 +369,7 @@ def ib_tpo(
     tensor([0.2240])
     """
     check(beta > 0, "beta: expected a number > 0, got {}", beta)
+    check_finite(weight=weight)
     given = (values, parent_values, answer_values, root_values, deviations, reference)
     check_units(
         values=values, parent_values=parent_values, answer_values=answer_values, root_values=root_values,

@@ -12,7 +12,7 @@ from ..segments import chains, scan, statistics
 from ..specs import Provenance
 from .flat import grpo, whiten
 from .selection import ordered
-from .terms import about_group, as_advantages, estimator, known, members_of, scorable
+from .terms import about_group, as_advantages, check_finite, estimator, known, members_of, scorable
 
 
 class BetaTracker(NamedTuple):
@@ -287,6 +287,7 @@ def de_grpo(
     check_device("rewards", rewards, utility.device, "utility")
     check_places("prompts", prompts, rewards)
     check(samples >= 1, "samples: expected a count of at least 1, got {}", samples)
+    check_finite(smoothing=smoothing, decay=decay)
     scored = scorable(rewards, mask) & torch.isfinite(scores)
     group = statistics(rewards, prompts, mask=scored, backend=backend)
     (apart, separable), (_, sensitive) = (_gaps(x, prompts, scored, samples, backend) for x in (rewards, scores))

@@ -244,6 +244,7 @@ def aspo_shaping(
     """
     check_units(advantages=advantages, group_ids=group_ids, positions=positions, lengths=lengths, is_shaped=is_shaped)
     check(0 <= most < 1, "most: expected a number in [0, 1), which keeps the sign, got {}", most)
+    check_finite(slope=slope)
     scored = torch.isfinite(advantages)
     given = torch.where(grouped(scored, group_ids), advantages.double(), 0.0)
     mean = statistics(positions, group_ids, mask=scored & is_shaped, backend=backend).mean
@@ -272,6 +273,7 @@ def negative_sample(
     """
     check_units(is_correct=is_correct, mask=mask)
     check(0 <= positive_weight < math.inf, "positive_weight: expected a finite number >= 0, got {}", positive_weight)
+    check_finite(positive_weight=positive_weight)
     advantages = torch.full_like(is_correct, -1.0, dtype=torch.float32).masked_fill(is_correct, positive_weight)
     return advantages if mask is None else torch.where(mask, advantages, 0.0)
 

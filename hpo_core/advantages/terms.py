@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import ops
-from ..arguments import as_float, check_choice, constant, constants, examines, parameter_names
+from ..arguments import as_float, check_choice, constant, constants, examines, is_finite, parameter_names
 from ..batch import takes_padded
 from ..checks import check, check_floating, check_shape, check_units, keeps_doubles, require_type
 from ..distributed import ranks, sum_in_order, sum_of_ranks
@@ -215,9 +215,9 @@ def check_eps(eps: float) -> None:
 
 
 def check_finite(**given: float) -> None:
-    """Numbers that make rewards: with one that is NaN no unit would have a reward, and all would get 0."""
+    """Numbers that make rewards or advantages: a reward that float32 does not hold is none, and its unit gets 0."""
     for name, number in given.items():
-        check(-math.inf < number < math.inf, "{}: expected a finite number, got {}", name, number)
+        check(is_finite(number), "{}: expected a finite number that float32 holds, got {}", name, number)
 
 
 def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **units: torch.Tensor | None) -> list[float]:
@@ -237,6 +237,7 @@ def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **uni
         rewards.shape[0],
         len(weights),
     )
+    check_finite(**{f"weights[{at}]": weight for at, weight in enumerate(weights)})
     return weights
 
 

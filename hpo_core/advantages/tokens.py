@@ -16,7 +16,7 @@ from ..checks import check, check_rows, check_tokens
 from ..segments import Chains, chains, dense_ids, scan, statistics
 from ..specs import Provenance
 from .returns import check_discounts, finished_tokens, generalised_advantages
-from .terms import about_group, as_advantages, estimator, grouped, known, scorable
+from .terms import about_group, as_advantages, check_finite, estimator, grouped, known, scorable
 
 
 @estimator(Provenance.VERIFIED, level="token")
@@ -99,6 +99,7 @@ def hicra(
     batch = as_batch(batch)
     check_rows(batch, advantages=advantages)
     check_tokens(batch, is_planning=is_planning)
+    check_finite(alpha=alpha)
     own = torch.where(valid_tokens(batch), known(spread_rows(advantages, batch, 0.0)), 0.0)
     return torch.where(is_planning, own + alpha * own.abs(), own)
 
@@ -133,6 +134,7 @@ def rl_zvp(
     batch = as_batch(batch)
     check_rows(batch, rewards=rewards, group_ids=group_ids, advantages=advantages)
     check_tokens(batch, entropy=entropy)
+    check_finite(alpha=alpha)
     row = batch.row_of_token()
     valid = valid_tokens(batch)
     group = statistics(rewards, group_ids, backend=backend)
@@ -175,6 +177,7 @@ def iw_opd(
     batch = as_batch(batch)
     check_tokens(batch, teacher_logp=teacher_logp, old_logp=old_logp)
     check(0 <= gamma < math.inf, "gamma: expected a finite number >= 0, got {}", gamma)
+    check_finite(gamma=gamma)
     gap = torch.where(valid_tokens(batch), known(teacher_logp.double() - old_logp.double()), 0.0)
     tokens = _trajectories(batch)
     size = tokens.sorted(gap.abs())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -236,6 +237,8 @@ def treepo_segments(
     """
     check_units(rewards=rewards)
     scored, nodes = scorable(rewards, None), _nodes(rewards, prefix_ids)
+    is_held = len(nodes) * math.log(max(abs(decay), 1)) < 88  # e^88.7 is the largest float32
+    check(is_held, "decay: expected a number whose power {} float32 holds, got {}", len(nodes), decay)
     worth = number = torch.zeros_like(rewards, dtype=torch.float64)
     for ids in nodes:
         table = statistics(rewards, ids, backend=backend)

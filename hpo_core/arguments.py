@@ -320,6 +320,12 @@ def _examined_sequence(name: str, value: Any) -> Any:
     ]
 
 
+def _examined_terms(name: str, value: Any) -> Any:
+    is_one = isinstance(value, tuple) and hasattr(value, "_fields")
+    require_type(not is_one, "{}: expected a sequence of Term, got one; pass it in a list, [Term(...)]", name)
+    return _examined_sequence(name, value)
+
+
 def _examined_instance(function: Any, kind: str, name: str, value: Any) -> Any:
     expected = function.__globals__[kind]  # looked up at each call: this module cannot import the class
     got = value if inspect.isroutine(value) else type(value)
@@ -334,7 +340,7 @@ _OF_ANNOTATION: dict[str, Callable[[str, Any], Any]] = {
     "torch.Tensor": examined,
     "tuple[torch.Tensor, torch.Tensor]": _examined_tensors,
     "Sequence[torch.Tensor]": _examined_sequence,
-    "Sequence[Term]": _examined_sequence,
+    "Sequence[Term]": _examined_terms,
     "Total": _examined_parts,
     "bool": functools.partial(_examined_by, check_flag),
     "ProcessGroup": functools.partial(_examined_by, check_group),

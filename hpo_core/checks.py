@@ -157,6 +157,9 @@ def examined(name: str, tensor: Any, meaning: str = "") -> torch.Tensor:
 
 def _tensor_meant(name: str, value: Any, meaning: str) -> str:
     """How to get at the tensor that was meant."""
+    are_ids = name.partition("[")[0].endswith(("ids", "keys"))
+    if value is None:
+        return "; pass torch.zeros(n, dtype=torch.int64) if all units have one id" if are_ids else ""
     if hasattr(value, "as_mask"):
         return "; its mask is .as_mask().mask"
     if isinstance(value, torch.nn.Module):
@@ -179,7 +182,7 @@ def _tensor_meant(name: str, value: Any, meaning: str) -> str:
         return (
             shaped if meaning or name.endswith("ids") else f"{shaped}, or torch.tensor({float(value)}) if it is 0-dim"
         )
-    if of_names or (name.partition("[")[0].endswith("ids") and not callable(value)):
+    if of_names or (are_ids and not callable(value)):
         return "; convert it with hpo_core.segments.ids_of"
     return "" if callable(value) or isinstance(value, str | bytes) else "; convert it with torch.as_tensor"
 

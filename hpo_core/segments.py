@@ -288,11 +288,12 @@ class Chains(NamedTuple):
 
 @examines
 def chains(ids: torch.Tensor, positions: torch.Tensor | None = None) -> Chains:
-    """Units with equal ids form a chain, such as the steps of a trajectory. The call never synchronises.
+    """Units with equal ids form a chain, such as the steps of a trajectory. The call never waits for a device.
 
     Args:
         ids: ``[U]`` int32 or int64, in any order; a negative id means no chain.
-        positions: ``[U]``, the order inside a chain. Default: the order of the units.
+        positions: ``[U]``, the order inside a chain. Default: the order of the units. One of a chain that is NaN is an
+            error on a CPU; elsewhere a check would wait for the device, and its unit stands last.
 
     >>> chains(torch.tensor([5, 2, 5])).order
     tensor([1, 0, 2])
@@ -304,6 +305,9 @@ def chains(ids: torch.Tensor, positions: torch.Tensor | None = None) -> Chains:
         check_shape("positions", positions, ids.shape, "[U] (that of ids)")
         check_device("positions", positions, ids.device, "ids")
         check_real("positions", positions)
+        if positions.is_floating_point() and ids.device.type == "cpu" and not is_compiling() and not is_traced():
+            unknown = positions.isnan() & (ids >= 0)
+            check(not bool(unknown.any()), "positions: expected numbers, got nan for a unit with an id >= 0")
         by_position = torch.sort(positions, stable=True).indices
         sorted_ids, places = torch.sort(ids[by_position].clamp(min=-1), stable=True)
         order = by_position[places]

@@ -1,6 +1,7 @@
 """Chains of units, dense ids, and the rows of steps and tokens."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -33,6 +34,14 @@ def test_chains_bring_units_together():
     assert chains.first(chains.sorted(values)).tolist()[1:] == [3.0, 2.0, 2.0, 2.0]
     assert chains.ends().tolist() == [True, True, False, False, True]
     assert chains.following(torch.tensor([1, 2, 3, 2**53 + 1, 2**53 + 3])).tolist() == [0, 0, 2**53 + 1, 2**53 + 3, 0]
+
+
+def test_a_position_that_is_nan_orders_no_chain():
+    """It would stand last in silence; that of a unit in no chain orders nothing."""
+    ids, positions = torch.tensor([3, -1, 3]), torch.tensor([1.0, math.nan, 0.0])
+    assert segments.chains(ids, positions).order.tolist() == [1, 2, 0]
+    with pytest.raises(ValueError, match="positions: expected numbers, got nan for a unit with an id"):
+        segments.chains(ids, positions.roll(1))
 
 
 def test_padded_calls_are_bound_as_others():

@@ -288,6 +288,34 @@ ERRORS = [
         "cu_seqlens: expected offsets that never",
     ),
     (lambda: hpo.segments.recurrence(TOKENS, TOKENS, torch.tensor([1, 5])), "cu_seqlens: expected a first offset of 0"),
+    (
+        lambda: hpo.segments.chains(ROWS.long(), torch.tensor([math.nan, 1.0])),
+        "positions: expected numbers, got nan for a unit with an id >= 0",
+    ),
+    # Numbers and terms that torch would refuse without the argument's name, and None.
+    (lambda: hpo.PackedBatch(torch.tensor([0, -1])), "cu_seqlens: expected a last offset >= 0, got -1"),
+    (
+        lambda: hpo.PackedBatch.from_lengths([2**63]),
+        r"lengths: expected a list of integers that 64 bits hold, got \[92",
+    ),
+    (
+        lambda: hpo.PackedBatch.from_lengths([[1, 2], [3]]),
+        r"lengths: expected a list of integers .*, got \[\[1, 2\], \[",
+    ),
+    (lambda: BATCH.select([2**63]), r"rows: expected a list of integers that 64 bits hold, got \[92"),
+    (
+        lambda: hpo.advantages.combine(hpo.advantages.Term(ROWS, ROWS.long())),
+        r"terms: expected a sequence of Term, got one; pass it in a list, \[Term\(\.\.\.\)\]",
+    ),
+    *(
+        (call, rf"{name}: .*NoneType'>; pass torch\.zeros\(n, dtype=torch\.int64\) if all units have one id")
+        for call, name in (
+            (lambda: hpo.advantages.gigpo(ROWS, None, ROWS.long(), ROWS.long()), "group_ids"),
+            (lambda: hpo.advantages.rose(ROWS, [None]), r"prefix_ids\[0\]"),
+            (lambda: hpo.segments.dense_ids(ROWS.long(), None), r"keys\[1\]"),
+        )
+    ),
+    (lambda: hpo.advantages.grpo(None, None), "rewards: expected a tensor, got <class 'NoneType'>$"),
     # The fault of a part of the result, behind the arguments of which it was made.
     (lambda: gates.sapo(0), r"sapo\(positive=0\): head_numbers: expected at least"),
     (lambda: gates.dro(beta=-1), r"dro\(beta=-1\): head_numbers, penalty_coefficient: expected numbers >= 0"),

@@ -354,6 +354,9 @@ TEN = hpo.PackedBatch.from_lengths([10])
         (lambda: plot.entropy_window(H, TEN, "ares"), "window: expected one of"),
         (lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), row=1), "row: expected 0 to 0"),
         (lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), labels="ab"), "labels: expected one for each of 10"),
+        (lambda: plot.gate_curve(gates.dapo(), axes=3), "axes: expected one matplotlib Axes or None, got 3; pass"),
+        (lambda: plot.batch_layout(TWO_ROWS, axes=[3]), "axes: expected one matplotlib Axes or None, got [3]; pass"),
+        (lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), axes="x"), "axes: expected one matplotlib Axes"),
     ],
 )
 def test_errors_name_the_argument(draw, message):

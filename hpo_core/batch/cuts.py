@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..arguments import check_choice
-from ..checks import INTEGERS, check, check_dtype, check_shape
+from ..checks import INTEGERS, check, check_dtype, check_shape, shown
 from .hierarchy import row_at
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class MicroBatch(NamedTuple):
 
 def indices_of(batch: PackedBatch, rows: torch.Tensor | Sequence[int]) -> torch.Tensor:
     """``[R]`` int64 from indices or a bool mask ``[S]``, all inside the batch."""
-    index = (rows if isinstance(rows, torch.Tensor) else torch.tensor(rows, device="cpu")).to(batch.device)
+    index = _as_tensor("rows", rows).to(batch.device)
     if index.dtype == torch.bool:
         check_shape("rows", index, (batch.rows,), "[S] for a bool mask")
         index = index.nonzero().flatten()
@@ -177,7 +177,14 @@ def _concatenated_ranges(begin: torch.Tensor, lengths: torch.Tensor) -> tuple[to
 
 
 def as_indices(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, device="cpu")
+    tensor = _as_tensor(name, values)
     if tensor.numel() > 0:  # an empty list is a float tensor
         check_dtype(name, tensor, INTEGERS, f"use {name}.to(torch.int64)")
     return tensor.to(torch.int64)
+
+
+def _as_tensor(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    try:
+        return values if isinstance(values, torch.Tensor) else torch.tensor(values, device="cpu")
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: expected a list of integers that 64 bits hold, got {shown(values)}") from error

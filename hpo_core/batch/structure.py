@@ -50,6 +50,7 @@ def checked_tensors(
             "offsets; pass total_tokens",
         )
         total_tokens = mask.numel() if mask is not None else int(cu_seqlens[-1])
+        check(total_tokens >= 0, "cu_seqlens: expected a last offset >= 0, got {}", total_tokens)
     require_type(isinstance(total_tokens, (int, torch.SymInt)), "total_tokens: expected an int, got {!r}", total_tokens)
     check(total_tokens >= 0, "total_tokens: expected a count >= 0, got {}", total_tokens)
     if mask is not None:

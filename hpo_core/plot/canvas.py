@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..checks import require_type
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -25,4 +27,8 @@ def pyplot_for(function: str) -> Any:
 def axes_of(function: str, axes: Axes | None, size: tuple[float, float]) -> Any:
     """The Axes to draw on: those given, or new ones."""
     pyplot = pyplot_for(function)
+    is_one = axes is None or isinstance(axes, pyplot.Axes)
+    require_type(
+        is_one, "axes: expected one matplotlib Axes or None, got {!r}; pass pyplot.gca(), or one of several", axes
+    )
     return pyplot.subplots(figsize=size, layout="constrained")[1] if axes is None else axes

@@ -114,3 +114,21 @@ def test_an_edge_is_worth_what_trajectories_with_an_outcome_say(backend, estimat
     assert estimator(*given, **b).tolist() == [*alone.tolist(), 0.0] and alone.any()
     given[column][3], given[3][3] = given[column][2] + (column == 2), -1  # a trajectory, whose step is no edge
     assert estimator(*given, **b)[3] == 0 and estimator(*given, **b)[:3].any()
+
+
+@pytest.mark.parametrize("unknown", [math.nan, math.inf])
+def test_a_response_without_a_length_is_as_if_it_had_no_tokens(backend, unknown):
+    """adora: a group without a longest right response is all wrong, one without wrong lengths is all right."""
+    t, b = on(backend)
+    rewards = t(1.0, 0, 0, 0)
+    kept, damped = A.grpo(rewards, None, **b), 0.1 * A.grpo(rewards, None, **b)
+    for lengths, expected in (
+        ((unknown, 1.0, 2.0, 3.0), damped),
+        ((9.0, 1.0, 2.0, unknown), kept),
+        ((9.0, *[unknown] * 3), kept),
+    ):
+        assert torch.equal(A.adora(rewards, None, t(*lengths), rewards > 0, **b), expected)
+    assert torch.equal(A.adora(rewards, None, t(unknown, 1.0, 2, 3), rewards > 0, without_success=True, **b), kept)
+    for none in (unknown, -unknown, -5.0, 0.0):
+        lengths = t(none, 1.0, 2.0, 1.0)
+        assert A.opo(rewards, None, lengths, **b).tolist() == [1.0, 0, 0, 0]

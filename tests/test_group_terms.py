@@ -136,6 +136,16 @@ def test_equal_values_over_the_least_eps_are_0(scale, backend):
     assert not assert_exact(backend, terms, {}).any()
 
 
+@pytest.mark.parametrize(
+    ("one", "expected"), [({}, 4.0), ({"part": Part.MEAN}, 5.0), ({"keep_singletons": True}, 5.0)], ids=str
+)
+def test_a_group_of_one_counts_with_its_mean_or_its_raw_value(backend, one, expected):
+    own = Term(torch.tensor([1.0, 3, 6]), torch.tensor([0, 0, 1]), GroupTerm(scale=Scale.NONE, **one))
+    other = Term(torch.tensor([1.0, 3, 8]), torch.zeros(3).long(), GroupTerm(scale=Scale.NONE))
+    terms, _ = moved([own, other], {}, backend)
+    assert combine(terms, share=Share.EQUAL, backend=backend)[2] == expected
+
+
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("backend", ["triton"])
 def test_terms_of_many_units_add_up(backend, count, monkeypatch):

@@ -247,7 +247,7 @@ def opo(
     ``[S]`` float32.
 
     Args:
-        lengths: ``[S]`` floating point, tokens of each response; units without tokens enter no baseline.
+        lengths: ``[S]`` floating point, tokens of each response; a unit is in the baseline if they are finite and > 0.
 
     Traps: ``sum_g L A`` is 0, ``sum_g A`` is not. For a group of one verl keeps the raw reward (``singleton="raw"``).
 

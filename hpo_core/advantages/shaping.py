@@ -76,7 +76,8 @@ def adora(
     ones (official code). Returns ``[S]`` float32.
 
     Args:
-        lengths: ``[S]`` floating point.
+        lengths: ``[S]`` floating point. A response whose length is NaN or infinite is neither the longest nor in the
+            mean; a group that has no other right one counts as all wrong, and without another wrong one as all right.
         is_correct: ``[S]`` bool.
         cutoff: wrong responses of this length or more are not in the mean: they were cut off. 4054 in the authors' code
             for language models, 4094 in that for vision models.

@@ -48,8 +48,8 @@ def segment_aggregate(
             numbers scopes (ids: ``C = T``); -inf for a segment without values.
 
     Returns:
-        float32 in the shape of ``values``: -inf where the token is masked or in no segment, NaN where a valid token's
-        own value is not finite.
+        float32 in the shape of ``values``: -inf where the token is masked or in no segment, whatever its value, else
+        NaN where its own value is not finite.
 
     >>> batch = PackedBatch.from_lengths([2, 1])
     >>> segment_aggregate(torch.tensor([1.0, 3.0, 5.0]), batch, "row")

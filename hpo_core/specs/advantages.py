@@ -48,7 +48,8 @@ class Part(enum.IntEnum):
 
 
 class Presence(enum.IntEnum):
-    """The terms of a unit that count where terms share; a group of one never does unless it keeps its raw value."""
+    """The terms of a unit that count where terms share. A group of one counts only with its mean (:class:`Part`) or if
+    it keeps its raw value."""
 
     ALWAYS = 0
     SPREAD = 1  # the group's members are not all equal

@@ -296,10 +296,10 @@ def _advantages(
         "on each rank alike; pass trajectory_ids [S] to PackedBatch, of other numbers on every rank",
         name,
     )
-    for level in ("group", "domain"):
-        if f"{level}_ids" in given:
+    for unit in ("group", "domain"):
+        if f"{unit}_ids" in given:
             check_whole(
-                batch, level, name, "give policy_loss the entries of the part among the advantages of the whole batch"
+                batch, unit, name, "give policy_loss the entries of the part among the advantages of the whole batch"
             )
     ids, meaning = given.get("group_ids"), {"row": "[S] (one per row)", "step": "[N] (one per step)"}.get(level)
     if ids is not None and meaning and is_published(estimator) and getattr(rewards, "ndim", 0) == 1:

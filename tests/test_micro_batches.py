@@ -146,12 +146,16 @@ def test_functions_that_look_at_groups_refuse_a_part_of_one():
         lambda part, rows, _, tokens: hpo.entropy.ares_windows(-old[tokens], part, width=1),
         lambda part, rows, _, tokens: hpo.entropy.ettrl(right[rows].float(), -old[tokens], part),
         lambda part, rows, _, tokens: hpo.entropy.gtpo(right[rows], -old[tokens], part),
+        lambda part, rows, _, tokens: hpo.entropy.ucas(right[rows].float(), right[rows].float(), old[tokens], part),
+        lambda part, rows, _, tokens: hpo.entropy.less(right[rows].float(), right[rows], -old[tokens], tokens, part),
     ]
     for reader in readers:
         reader(*whole)
         for part in (split, rest):
             with pytest.raises(ValueError, match=r"batch: .* looks at whole groups, .*micro_batches\(.*'group'\), or "):
                 reader(*part)
+    alone = PackedBatch.from_lengths([1, 1], group_ids=torch.tensor([-1, -1]))  # in no group
+    assert [part.torn for part, *_ in alone.micro_batches(1)] == [(), ()]
     changed = (split.batch.replace(mask=None), split.batch.select([0, 1])[0], split.batch.to("cpu"))
     assert all(each.torn == ("group",) for each in changed)
 

@@ -9,7 +9,7 @@ import torch
 
 from ..advantages.returns import once
 from ..advantages.terms import among, as_advantages, known
-from ..batch import PackedBatch, as_batch, row_counts, spread_rows, whole_groups
+from ..batch import PackedBatch, as_batch, row_counts, spread_rows
 from ..checks import check_rows, check_tokens
 from ..segments import chains, dense_ids, statistics
 from ..specs import Provenance
@@ -89,8 +89,7 @@ def less(
     share = 1 / spread_rows(alike.clamp(min=1), batch, 1)
     _, low = _below(signal, batch, quantile, backend)
     factor = torch.where(low, share, 1.0)
-    groups = whole_groups(batch)
-    group = torch.zeros_like(row) if groups is None else spread_rows(groups, batch, -1)
+    group = torch.zeros_like(row) if batch.group_ids is None else spread_rows(batch.group_ids, batch, -1)
     segment = among(dense_ids(group, segment_ids), signal.usable)
     of_rows = once(chains(dense_ids(segment, row)))
     right = spread_rows(is_correct, batch, False).float()

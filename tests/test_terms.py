@@ -31,7 +31,9 @@ from hpo_core.gates import (
     Statistic,
     Unit,
 )
-from hpo_core.specs import PolicyLossInputs
+from hpo_core.reference.terms import penalty_of
+from hpo_core.specs import PolicyLossInputs, TermSpec
+from hpo_core.testing.expected import _own_penalty_terms
 
 INF = math.inf
 
@@ -107,6 +109,16 @@ def test_every_combination_without_a_penalty(name, native_backends):
 def test_every_penalty(penalty, levels, native_backends):
     gate = RatioGate("x", SLOPES, levels, penalty=penalty, penalty_coefficient=0.3)
     judged(Example(1), gate, native_backends)
+
+
+@pytest.mark.parametrize("penalty", list(Penalty)[1:])
+def test_the_budget_of_a_penalty_is_of_its_own_terms(penalty):
+    """They are nowhere less than the penalty and its slope: those of K3 are, far below 0, for K2."""
+    x = torch.linspace(-40, 40, 321, dtype=torch.float64, requires_grad=True)
+    value = penalty_of(TermSpec(penalty=penalty), x)
+    (slope,) = torch.autograd.grad(value.sum(), x)
+    for exact, terms in zip((value, slope), _own_penalty_terms(penalty, x.detach()), strict=True):
+        assert (exact.abs() <= terms).all()
 
 
 @pytest.mark.parametrize("x", [0.3, 2.0, 3.6, 3.8, 9.0])

@@ -266,8 +266,11 @@ def _own_penalty_terms(penalty: Penalty, x: torch.Tensor) -> tuple[torch.Tensor,
     """Absolute values of the terms of the gate's own penalty and of its derivative."""
     one, size, e = torch.ones_like(x), x.abs(), torch.exp(x)
     return {
-        Penalty.K1: (size, one), Penalty.K2: (x.square() / 2, size), Penalty.ABSOLUTE: (size, one)
-    }.get(penalty, (e + 1 + size, e + 1))  # fmt: skip
+        Penalty.K1: (size, one),
+        Penalty.K2: (x.square() / 2, size),
+        Penalty.K3: (e + 1 + size, e + 1),
+        Penalty.ABSOLUTE: (size, one),
+    }[penalty]
 
 
 def _magnitudes(example: PolicyLossExample, exact: Outcome) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 // Communication between the lanes of a warp and the blocks of a grid. Every order of addition here is a function of the lane
-// and block numbers alone, so that results are the same on every device and in every run.
+// and block numbers alone, and so the same on every device and in every run.
 #pragma once
 #include "hpo/cuda.h"
 

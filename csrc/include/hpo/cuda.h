@@ -30,9 +30,14 @@
 
 namespace hpo {
 
+// Whether every launch of the call so far was taken. Behind one that failed no other starts: it would follow indices that
+// nothing has written. The call's cudaGetLastError reports the failure.
+inline bool all_launched() { return cudaPeekAtLastError() == cudaSuccess; }
+
 template <class... Parameters, class... Arguments>
 void launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic_shared_bytes, cudaStream_t stream,
                      Arguments&&... arguments) {
+  if (!all_launched()) return;
   cudaLaunchAttribute together{};
   together.id = cudaLaunchAttributeCooperative;
   together.val.cooperative = 1;
@@ -43,7 +48,7 @@ void launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_
   config.stream = stream;
   config.attrs = &together;
   config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);  // cudaGetLastError reports failure
+  cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
 // The driver sets up the state of the barrier for each launch: no workspace has to be cleared first.
@@ -80,11 +85,11 @@ __device__ __forceinline__ T load_relaxed(const T* address) {
 
 }  // namespace hpo
 
-#define HPO_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, ...)      \
-  do {                                                                          \
-    static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                    \
-    hpo_launch_counter.add();                                                   \
-    kernel<<<(grid), (block), (dynamic_shared_bytes), (stream)>>>(__VA_ARGS__); \
+#define HPO_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, ...)                                 \
+  do {                                                                                                     \
+    static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                                               \
+    hpo_launch_counter.add();                                                                              \
+    if (::hpo::all_launched()) kernel<<<(grid), (block), (dynamic_shared_bytes), (stream)>>>(__VA_ARGS__); \
   } while (0)
 #define HPO_LAUNCH_TOGETHER(kernel, grid, block, dynamic_shared_bytes, stream, ...)           \
   do {                                                                                        \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import math
 import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -225,6 +226,22 @@ def check_numbers(name: str, values: Any) -> None:
 def is_finite(number: float) -> bool:
     """Whether kernels, which have it in float32, hold the number."""
     return abs(number) <= _LARGEST
+
+
+def check_finite(**given: float) -> None:
+    """Check numbers that are factors or summands of results: others make these infinite, or NaN."""
+    for name, number in given.items():
+        check(is_finite(number), "{}: expected a finite number that float32 holds, got {}", name, number)
+
+
+def check_all_finite(name: str, numbers: Iterable[float]) -> None:
+    check_finite(**{f"{name}[{at}]": number for at, number in enumerate(numbers)})
+
+
+def check_limit(name: str, limit: float, none: float = math.inf) -> None:
+    """Check a number that results do not pass; ``none``: the infinite one, which is no limit."""
+    is_limit = is_finite(limit) or limit == none
+    check(is_limit, "{}: expected a number that float32 holds, or {} for no limit, got {}", name, none, limit)
 
 
 def check_member(name: str, value: Any, kind: type[enum.Enum], or_none: bool = False) -> None:

@@ -340,7 +340,42 @@ ERRORS = [
         r"least: expected a coefficient from 0 to 0.005 \(most\), got 0.01",
     ),
     (lambda: E.fit_pivot(H7, SEVEN, "80%"), TypeError, "quantile: expected a number, .*; write 0.8"),
+    (lambda: E.epo_phase(-1, 120), ValueError, "step: expected a finite number >= 0, got -1"),
+    (lambda: E.epo_phase(120, 120, gamma=-50), ValueError, r"gamma: .* weight e\^100.0 that float32 holds, got -50"),
+    (lambda: E.ares_penalty(E.AresPenalty.start(7), H7, memory=1.5), ValueError, r"memory: .* in \[0, 1\], got 1.5"),
+    (
+        lambda: E.ares_penalty(E.AresPenalty.start(7), H7, most=1e39),
+        ValueError,
+        r"most: expected a number that float32 holds, or inf for no limit, got 1e\+39",
+    ),
+    (
+        lambda: E.ares_penalty(E.AresPenalty.start(7), H7, least=1e39, most=math.inf),
+        ValueError,
+        r"least: expected a number that float32 holds, or -inf for no limit, got 1e\+39",
+    ),
 ]
+STEPS = hpo.PackedBatch(torch.tensor([0, 7]), cu_steps=torch.arange(8))
+SINGLES = hpo.PackedBatch.from_lengths([1] * 7)
+# With these all results were 0, or NaN at the next step, or at their limit.
+COEFFICIENTS = [
+    ("k", lambda number: E.empg(torch.ones(1), H7, STEPS, k=number)),
+    ("k_next", lambda number: E.empg(torch.ones(1), H7, STEPS, k_next=number)),
+    ("right", lambda number: E.ucas(H7, H7, H7, SINGLES, right=number)),
+    ("wrong", lambda number: E.ucas(H7, H7, H7, SINGLES, wrong=number)),
+    ("rate", lambda number: E.ares_penalty(E.AresPenalty.start(7), H7, rate=number)),
+    ("rate", lambda number: E.ares_targets(H7, H7.long(), E.AresTargets.start(), rate=number)),
+    ("integral_gain", lambda number: E.entropic(H7[0], H7[0], target=0.1, integral_gain=number)),
+    ("delta", lambda number: E.trl_coefficient(H7[0], H7[0], delta=number)),
+    (r"alpha\[1\]", lambda number: E.gtpo(torch.tensor([True]), H7, SEVEN, alpha=(1.0, number))),
+]
+
+
+@pytest.mark.parametrize("number", [math.inf, 1e39])
+@pytest.mark.parametrize(("name", "call"), COEFFICIENTS, ids=[name for name, _ in COEFFICIENTS])
+def test_a_coefficient_that_float32_does_not_hold_is_refused(name, call, number):
+    expected = rf"^{name}: expected a finite number that float32 holds, got {re.escape(str(number))}"
+    with pytest.raises(ValueError, match=expected):
+        call(number)
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), ERRORS, ids=[message for *_, message in ERRORS])

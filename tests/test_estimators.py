@@ -258,30 +258,6 @@ def test_numbers_and_sizes_that_say_nothing_are_refused_by_name():
             call()
 
 
-FLOATS = [
-    (call, name)
-    for call in calls()
-    for name, each in inspect.signature(call.function).parameters.items()
-    if "hpo_core.advantages" in call.name and each.annotation in ("float", "float | None")
-]
-
-
-@pytest.mark.parametrize(("call", "name"), FLOATS, ids=[f"{call.function.__name__}-{name}" for call, name in FLOATS])
-def test_a_number_beyond_float32_is_refused_by_name_or_changes_no_number_to_infinity(call, name):
-    valid = tensors_of(call.run())
-    for beyond in (math.inf, -math.inf, 1e39, -1e39, 1e300, -1e300):
-        try:
-            found = tensors_of(call.run(call.arguments | {name: beyond}))
-        except ValueError as error:
-            assert re.match(rf"{name}: expected .*, got {re.escape(str(beyond))}", str(error)), error
-        else:
-            assert all(torch.equal(one.isfinite(), other.isfinite()) for one, other in zip(found, valid, strict=True))
-
-
-def test_there_are_many_floats_of_estimators():
-    assert len(FLOATS) > 90
-
-
 def functions(module):
     return {name: each for name in module.__all__ if hasattr(each := getattr(module, name), "provenance")}
 

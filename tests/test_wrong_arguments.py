@@ -5,6 +5,7 @@ The walk runs in a process of its own, so that a crash is a result like any othe
 
 import inspect
 import json
+import math
 import os
 import re
 import subprocess
@@ -23,7 +24,7 @@ from valid_calls import Call, calls, public_functions, takes_tensors, tensors_of
 import hpo_core as hpo
 from hpo_core.advantages import Term
 from hpo_core.batch import PackedBatch
-from hpo_core.entropy import PivotState, WindowState
+from hpo_core.entropy import AresPenalty, AresTargets, PivotState, WindowState, d3s_schedule, epo_phase
 
 Place = tuple[Any, ...]  # the path of a tensor: an argument, and the keys and indices inside it
 Made = tuple[Any, Any]  # a wrong argument, and the right one with the same meaning, or None
@@ -393,3 +394,50 @@ if __name__ == "__main__" and sys.argv[1] == "report":
     Path("walk.json").write_text(json.dumps(found, indent=1))
 elif __name__ == "__main__":
     _work(*map(int, sys.argv[1:]))
+
+
+WITHOUT_TENSORS = [
+    Call("epo_phase", epo_phase, {"step": 1.0, "steps": 120.0}),
+    Call("d3s_schedule", d3s_schedule, {"progress": 0.5, "first": (4, "0.1"), "last": (8, "0.5")}),
+    Call("AresPenalty.start", AresPenalty.start, {"buckets": 2}),
+    Call("AresTargets.start", AresTargets.start, {}),
+]
+
+
+def floats() -> Iterator[tuple[Call, str, int | None]]:
+    """The float arguments of methods, and the places in their pairs of floats."""
+    methods = ("hpo_core.advantages", "hpo_core.entropy", "hpo_core.gates")
+    for call in (*WITHOUT_TENSORS, *(each for each in calls() if each.name.startswith(methods))):
+        for name, each in inspect.signature(call.function).parameters.items():
+            if each.annotation == "tuple[float, float]":
+                yield from ((call, name, at) for at in (0, 1))
+            elif "float" in each.annotation.split(" | "):
+                yield call, name, None
+
+
+FLOATS = list(floats())
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "at"), FLOATS, ids=[f"{call.function.__name__}-{name}-{at}" for call, name, at in FLOATS]
+)
+def test_a_number_beyond_float32_is_refused_by_name_or_changes_no_number_to_infinity(call, name, at):
+    usual = inspect.signature(call.function).parameters[name].default
+    valid = tensors_of(call.run())
+    for number in (math.inf, -math.inf, 1e39, -1e39, 1e300, -1e300):
+        given = number
+        if at is not None:
+            given = list(call.arguments.get(name, usual))
+            given[at] = number
+        try:
+            found = tensors_of(call.run(call.arguments | {name: given}))
+        except (TypeError, ValueError) as error:
+            message = rf"(\w+, )?{name}(\[{at}\])?(, \w+)?: expected .*, got .*{re.escape(str(number))}"
+            assert re.match(message, str(error)), error
+        else:  # an epsilon of inf is no bound
+            judge = torch.isnan if number == math.inf and name.startswith("eps_") else lambda x: ~x.isfinite()
+            assert all(torch.equal(judge(one), judge(other)) for one, other in zip(found, valid, strict=True)), given
+
+
+def test_there_are_many_floats():
+    assert len(FLOATS) > 250

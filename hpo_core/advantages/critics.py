@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import constants, examines
+from ..arguments import check_finite, constants, examines
 from ..checks import check_device, check_dtype, check_shape, check_units
 from ..segments import chains, scan
 from ..specs import GroupTerm, Provenance
 from .flat import whiten
 from .returns import check_discounts, generalised_advantages
-from .terms import Term, about_group, as_advantages, check_finite, combine, estimator, known
+from .terms import Term, about_group, as_advantages, combine, estimator, known
 
 
 @estimator(Provenance.VERIFIED, level="step", tables=True)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from .. import segments
-from ..arguments import check_choice, check_compat, examines
+from ..arguments import check_choice, check_compat, check_finite, examines
 from ..checks import check, check_units
 from ..specs import Center, EpsMode, GroupTerm, Provenance, Scale
 from .terms import (
@@ -15,7 +15,6 @@ from .terms import (
     about_group,
     as_advantages,
     check_eps,
-    check_finite,
     combine,
     estimator,
     grouped,

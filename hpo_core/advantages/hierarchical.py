@@ -6,24 +6,13 @@ import math
 
 import torch
 
-from ..arguments import check_compat
+from ..arguments import check_compat, check_finite
 from ..checks import check, check_units
 from ..segments import chains, dense_ids
 from ..specs import GroupTerm, Part, Presence, Provenance, Share
 from .flat import grpo
 from .returns import episode_returns, once, returns_along
-from .terms import (
-    Term,
-    about_group,
-    among,
-    as_advantages,
-    check_finite,
-    combine,
-    estimator,
-    keeps_singletons,
-    scale_of,
-    scorable,
-)
+from .terms import Term, about_group, among, as_advantages, combine, estimator, keeps_singletons, scale_of, scorable
 
 
 @estimator(Provenance.VERIFIED, level="step", tables=True)

@@ -5,20 +5,10 @@ from __future__ import annotations
 import torch
 
 from .. import segments
+from ..arguments import check_finite
 from ..checks import check, check_units
 from ..specs import GroupTerm, Provenance, Scale
-from .terms import (
-    Term,
-    as_advantages,
-    check_eps,
-    check_finite,
-    combine,
-    estimator,
-    keeps_singletons,
-    known,
-    members_of,
-    total,
-)
+from .terms import Term, as_advantages, check_eps, combine, estimator, keeps_singletons, known, members_of, total
 
 
 @estimator(Provenance.VERIFIED, tables=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from ..arguments import check_finite
 from ..batch import PackedBatch, as_batch, row_counts, row_sums, spread_rows, valid_tokens
 from ..checks import check_rows, check_tokens
 from ..segments import scan, statistics
 from ..specs import Provenance
 from .flat import rloo
 from .returns import finished_tokens
-from .terms import check_finite, estimator
+from .terms import estimator
 
 
 @estimator(Provenance.VERIFIED, level="token")

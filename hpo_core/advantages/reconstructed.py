@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..arguments import check_finite
 from ..checks import check, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import GroupTerm, Part, Provenance
@@ -15,18 +16,7 @@ from .hierarchical import thor
 from .returns import once
 from .schedules import craft_gui, datarus, v05_samples
 from .selection import ordered
-from .terms import (
-    Term,
-    about_group,
-    among,
-    as_advantages,
-    check_eps,
-    check_finite,
-    combine,
-    estimator,
-    grouped,
-    scorable,
-)
+from .terms import Term, about_group, among, as_advantages, check_eps, combine, estimator, grouped, scorable
 
 __all__ = [
     "a2fm_apo",

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import examines
+from ..arguments import check_finite, examines
 from ..checks import check, check_device, check_places, check_real, check_units
 from ..segments import chains, scan, statistics
 from ..specs import Provenance
 from .flat import grpo, whiten
 from .selection import ordered
-from .terms import about_group, as_advantages, check_finite, estimator, known, members_of, scorable
+from .terms import about_group, as_advantages, estimator, known, members_of, scorable
 
 
 class BetaTracker(NamedTuple):

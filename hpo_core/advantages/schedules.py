@@ -6,11 +6,12 @@ import math
 
 import torch
 
+from ..arguments import check_finite
 from ..checks import check, check_units
 from ..segments import statistics
 from ..specs import Provenance
 from .flat import grpo_of_exact
-from .terms import check_finite, estimator, members_of
+from .terms import estimator, members_of
 
 
 @estimator(Provenance.RECONSTRUCTED, tables=True)

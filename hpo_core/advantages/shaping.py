@@ -6,11 +6,12 @@ import math
 
 import torch
 
+from ..arguments import check_finite
 from ..checks import check, check_units
 from ..segments import dense_ids, statistics
 from ..specs import Provenance
 from .flat import grpo, grpo_of_exact
-from .terms import as_advantages, check_finite, estimator, grouped, known, scorable
+from .terms import as_advantages, estimator, grouped, known, scorable
 
 
 @estimator(Provenance.VERIFIED, tables=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import ops
-from ..arguments import as_float, check_choice, constant, constants, examines, is_finite, parameter_names
+from ..arguments import as_float, check_all_finite, check_choice, constant, constants, examines, parameter_names
 from ..batch import takes_padded
 from ..checks import check, check_floating, check_shape, check_units, keeps_doubles, require_type
 from ..distributed import ranks, sum_in_order, sum_of_ranks
@@ -214,12 +214,6 @@ def check_eps(eps: float) -> None:
     check(0 <= eps < math.inf, "eps: expected a finite number >= 0, got {}", eps)
 
 
-def check_finite(**given: float) -> None:
-    """Numbers that make rewards or advantages: a reward that float32 does not hold is none, and its unit gets 0."""
-    for name, number in given.items():
-        check(is_finite(number), "{}: expected a finite number that float32 holds, got {}", name, number)
-
-
 def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **units: torch.Tensor | None) -> list[float]:
     """The weights of several rewards ``[C, U]``; 1 each by default. ``units``: the other tensors of units."""
     check_floating("rewards", rewards)
@@ -237,7 +231,7 @@ def check_channels(rewards: torch.Tensor, weights: Sequence[float] | None, **uni
         rewards.shape[0],
         len(weights),
     )
-    check_finite(**{f"weights[{at}]": weight for at, weight in enumerate(weights)})
+    check_all_finite("weights", weights)
     return weights
 
 

@@ -11,12 +11,13 @@ import math
 
 import torch
 
+from ..arguments import check_finite
 from ..batch import PackedBatch, as_batch, place_in_row, spread_rows, valid_tokens
 from ..checks import check, check_rows, check_tokens
 from ..segments import Chains, chains, dense_ids, scan, statistics
 from ..specs import Provenance
 from .returns import check_discounts, finished_tokens, generalised_advantages
-from .terms import about_group, as_advantages, check_finite, estimator, grouped, known, scorable
+from .terms import about_group, as_advantages, estimator, grouped, known, scorable
 
 
 @estimator(Provenance.VERIFIED, level="token")

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..arguments import check_compat
+from ..arguments import check_compat, check_finite
 from ..checks import check, check_device, check_floating, check_places, check_shape, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
 from .flat import grpo, whiten
 from .returns import once
-from .terms import Term, among, as_advantages, check_finite, combine, estimator, grouped, keeps_singletons, scorable
+from .terms import Term, among, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
 
 
 @estimator(Provenance.VERIFIED, tables=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments import check_compat, examines
+from ..arguments import check_compat, check_finite, check_limit, examines
 from ..checks import check, check_device, check_dtype, check_precise, check_scalar, check_shape
 from ..specs import Provenance
 from .signals import preset
@@ -88,6 +88,8 @@ def _step_coefficient(
     check(delta >= 0, "delta: expected a number >= 0, got {}", delta)
     check(most >= 0, "most: expected a number >= 0, got {}", most)
     check(0 <= least <= most, "least: expected a coefficient from 0 to {} (most), got {}", most, least)
+    check_finite(delta=delta, least=least)
+    check_limit("most", most)
     old = coefficient.detach()
     moved = torch.where(grows, old + delta, old - delta).clamp(least, most)
     known = torch.isfinite(entropy)
@@ -133,6 +135,7 @@ def entropic(
     -0.39
     """
     _check_scalars(integral=integral, entropy=entropy)
+    check_finite(target=target, proportional=proportional, integral_gain=integral_gain)
     error = torch.where(torch.isfinite(entropy), entropy.detach() - target, 0.0)
     earlier = integral.detach()
     coefficient = (proportional * error + integral_gain * earlier).clamp(-1, 1)
@@ -159,6 +162,7 @@ def target_temperature(
     _check_scalars(entropy=entropy)
     for name, temperature in (("low", low), ("high", high)):
         check(0 < temperature < math.inf, "{}: expected a temperature above 0, got {}", name, temperature)
+    check_finite(low=low, high=high)
     check(low <= high, "low, high: expected low <= high, got {} and {}", low, high)
     return torch.where(entropy <= target, torch.full_like(entropy, high), torch.full_like(entropy, low))
 
@@ -176,9 +180,13 @@ def epo_phase(step: float, steps: float, gamma: float = 1.0, compat: str = "pape
     (1.983471, 0.827067)
     """
     check(2 <= steps < math.inf, "steps: expected a finite number >= 2, got {}", steps)
+    check(0 <= step < math.inf, "step: expected a finite number >= 0, got {}", step)
+    check_finite(step=step, steps=steps, gamma=gamma)
     middle = math.floor(steps / 2)
     if not check_compat(compat):
-        return 1 + math.exp(-gamma * step / middle)
+        power = -gamma * step / middle
+        check(power < 88, "gamma: expected a number with a weight e^{} that float32 holds, got {}", power, gamma)
+        return 1 + math.exp(power)
     early = 1 - 0.2 * (1 - math.exp(-2 * step / middle))
     return early if step <= middle else 0.8 * math.exp(-3 * (step - middle) / (steps - middle))
 
@@ -201,7 +209,7 @@ def ares_kappa(
     """
     _check_difficulties(kappa=kappa, divergence=divergence)
     check(budget > 0, "budget: expected a divergence > 0, got {}", budget)
-    check(least <= most, "least: expected a coefficient <= {} (most), got {}", most, least)
+    _check_rate(rate, least, most)
     updated = kappa.detach() * (1 + rate * (divergence.detach() / budget - 1))
     return torch.where(torch.isfinite(divergence), updated.clamp(least, most), kappa.detach())
 
@@ -226,6 +234,7 @@ class AresPenalty(NamedTuple):
         tensor([1., 1.])
         """
         check(buckets >= 0, "buckets: expected a count >= 0, got {}", buckets)
+        check_finite(beta=beta)
         beta_of = torch.full((buckets,), beta, dtype=torch.float32, device=device)
         none, calls = torch.full_like(beta_of, torch.nan), torch.zeros((), dtype=torch.int64, device=device)
         return AresPenalty(beta_of, none, torch.zeros_like(beta_of), calls)
@@ -268,7 +277,9 @@ def ares_penalty(
     1.001501
     """
     check(period >= 1, "period: expected a number of calls >= 1, got {}", period)
-    check(least <= most, "least: expected a coefficient <= {} (most), got {}", most, least)
+    check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
+    check_limit("clip", clip)
+    _check_rate(rate, least, most)
     _check_difficulties(divergence=divergence, beta=state.beta, average=state.average, error=state.error)
     check_dtype("calls", state.calls, (torch.int64,), "take the state as ares_penalty returned it")
     check_shape("calls", state.calls, (), "[] (as ares_penalty returned it)")
@@ -284,6 +295,13 @@ def ares_penalty(
     return AresPenalty(
         torch.where(moves, updated, state.beta), torch.where(known, average, state.average), error, calls
     )
+
+
+def _check_rate(rate: float, least: float, most: float) -> None:
+    check_finite(rate=rate)
+    check_limit("least", least, -math.inf)
+    check_limit("most", most)
+    check(least <= most, "least: expected a coefficient <= {} (most), got {}", most, least)
 
 
 def _check_scalars(**tensors: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from fractions import Fraction
 import torch
 import torch.distributed
 
+from ..arguments import check_finite
 from ..batch import PackedBatch, as_batch, row_counts, spread_rows, valid_tokens, whole_groups
 from ..checks import check, check_precise, check_scalar, check_tokens
 from ..distributed import gather
@@ -194,6 +195,7 @@ def ares_penalty_weights(
     check_tokens(batch, mask=mask)
     check_difficulty(difficulty, batch.cu_seqlens[1:])
     check_three("beta", beta, batch.cu_seqlens)
+    check_finite(relief=relief)
     of_rows = at_difficulty(beta, difficulty, 0.0).to(beta.dtype)
     of_token = spread_rows(of_rows, batch, 0.0)
     weight = torch.where(mask, relief * of_token, of_token)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..arguments import check_compat, check_pair
+from ..arguments import check_all_finite, check_compat, check_finite, check_pair
 from ..batch import PackedBatch, as_batch, row_counts, spread_rows, valid_tokens
 from ..checks import check, check_device, check_precise, check_rows, check_scalar, check_tokens
 from ..distributed import sum_in_order
@@ -108,7 +108,9 @@ def epo(
     check(history.dim() == 1, "history: expected shape [K] (one per step), got {}", list(history.shape))
     check_device("history", history, batch.device, "the batch")
     check_pair("kappa", kappa, "(low, high)")
+    check_all_finite("kappa", kappa)
     check(kappa[0] <= kappa[1], "kappa: expected low <= high, got {}", kappa)
+    check_finite(coefficient=coefficient, alpha=alpha, beta=beta)
     is_code = check_compat(compat)
     values, usable = _differentiable(entropy, batch)
     bonus = _summed(values, usable, batch, weights, entropy.dtype)
@@ -169,6 +171,7 @@ def siren(
     """
     batch = as_batch(batch)
     check_scalar("anchor", anchor, batch.device, "the batch")
+    check_finite(coefficient=coefficient)
     return coefficient * (siren_mean(entropy, batch, mask) - anchor.detach()).square()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..arguments import check_compat
+from ..arguments import check_compat, check_finite
 from ..batch import PackedBatch, as_batch
 from ..checks import check_tokens
 from ..gates.token_level import check_epsilons
@@ -52,6 +52,7 @@ def hapo(
     """
     batch = as_batch(batch)
     check_epsilons(eps_low, eps_high, finite=True)
+    check_finite(alpha=alpha)
     given, state = _read(entropy, batch, state, backend)
     h = _relative(given, state, compat)
     lower = two_knot(h, eps_low, low=(0.0, -alpha * eps_low))
@@ -88,6 +89,7 @@ def hapo_redistribution(
     tensor([0.0000, 0.2000, 0.4000, 0.6000, 0.8000, 1.0000, 2.0000])
     """
     batch = as_batch(batch)
+    check_finite(beta=beta)
     _, state = _read(entropy, batch, state, backend)
     signal = read(batch, entropy=entropy, logp=logp, old_logp=old_logp)
     ratio = torch.exp((signal.also(logp) - signal.also(old_logp)).clamp(-SATURATION, SATURATION))
@@ -130,6 +132,7 @@ def hapo_temperature(
     tensor([1.0500, 1.0000, 1.0500])
     """
     batch = as_batch(batch)
+    check_finite(base=base, tau=tau)
     given, state = _read(entropy, batch, state, None)
     if check_compat(compat):
         h = _relative(given, state, compat).clamp(-1, 1)

@@ -8,7 +8,7 @@ import math
 import torch
 
 from ..advantages.terms import among, as_advantages, known
-from ..arguments import check_compat, constant
+from ..arguments import check_compat, check_finite, constant
 from ..batch import PackedBatch, as_batch
 from ..checks import check, check_rows, check_tokens, check_units
 from ..reference.terms import SATURATION
@@ -140,6 +140,7 @@ def openvl_band(
     0.3
     """
     batch = as_batch(batch)
+    check_finite(coefficient=coefficient)
     return coefficient * entropy_band(entropy, batch, weights, low=low, high=high)
 
 
@@ -199,6 +200,7 @@ def seed_grpo(
     """
     check_units(advantages=advantages, cluster_ids=cluster_ids, group_ids=group_ids, mean_logp=mean_logp)
     check(0 <= alpha < math.inf, "alpha: expected a finite number >= 0, got {}", alpha)
+    check_finite(alpha=alpha)
     as_code = check_compat(compat)
     if mean_logp is not None:
         cluster_ids = among(cluster_ids, torch.isfinite(mean_logp))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from ..advantages.terms import known
-from ..arguments import check_compat, examines
+from ..arguments import check_compat, check_finite, check_limit, examines
 from ..checks import INTEGERS, check, check_device, check_dtype, check_precise, check_shape, check_units
 from ..distributed import spanning
 from ..segments import statistics
@@ -36,6 +36,7 @@ class AresTargets(NamedTuple):
         >>> AresTargets.start().alpha
         tensor([0.5000, 0.5000, 0.5000])
         """
+        check_finite(alpha=alpha)
         values = torch.full((3,), alpha, dtype=torch.float32, device=device)
         return AresTargets(torch.full_like(values, torch.nan), values)
 
@@ -113,6 +114,8 @@ def ares_targets(
     check_difficulty(difficulty, counts)
     _check_state(state, counts)
     check(0 <= memory <= 1, "memory: expected a number in [0, 1], got {}", memory)
+    check_finite(rate=rate)
+    check_limit("most", most)
     last, alpha = state.target.detach(), state.alpha.detach()
     if not check_compat(compat):
         lengths = fit_scopes(counts, difficulty, scopes=3, process_group=process_group, backend=backend)

@@ -13,7 +13,7 @@ import torch
 
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, known
-from ..arguments import check_compat
+from ..arguments import check_compat, check_finite, check_limit
 from ..batch import PackedBatch, as_batch, first_ranges, of_row, row_counts, spread_rows, whole_groups
 from ..checks import check, check_rows, check_units
 from ..segments import chains, statistics
@@ -52,6 +52,7 @@ def edge_grpo(
     """
     batch = as_batch(batch)
     check_rows(batch, advantages=advantages)
+    check_limit("most", most)
     mean, usual = _means(read(batch, entropy=entropy), batch, check_compat(compat), backend)
     factor = torch.where(usual > 0, usual / mean, 1.0).clamp(max=most)
     return as_advantages(known(torch.where(advantages != 0, advantages * factor, 0.0)), advantages, backend)
@@ -79,6 +80,7 @@ def ettrl(
     """
     batch = as_batch(batch)
     check_rows(batch, advantages=advantages)
+    check_limit("least", least, -math.inf)
     mean, usual = _means(read(batch, entropy=entropy), batch, False, backend)
     factor = torch.where(usual > 0, 2 - mean / usual, 1.0).clamp(min=least)
     return as_advantages(known(advantages * factor), advantages, backend)
@@ -129,6 +131,7 @@ def empg(
     batch = as_batch(batch)
     check_rows(batch, advantages=advantages)
     check(batch.num_steps is not None, "batch: expected one with steps; pass cu_steps or steps to PackedBatch")
+    check_finite(k=k, k_next=k_next, zeta=zeta)
     signal = read(batch, entropy=entropy)
     first = first_ranges(batch)  # they stand for their steps, and other ranges have no mean
     step = of_row(first, batch.step_of_token(), -1)
@@ -185,6 +188,7 @@ def ucas(
     """
     batch = as_batch(batch)
     check_rows(batch, advantages=advantages, confidence=confidence)
+    check_finite(right=right, wrong=wrong, certainty=certainty)
     signal = read(batch, logits=logits)
     group = statistics(confidence, whole_groups(batch), backend=backend)
     deviation = group.deviation(1)

@@ -12,6 +12,7 @@ import math
 import torch
 import torch.distributed
 
+from ..arguments import check_finite, check_limit
 from ..batch import PackedBatch, as_batch
 from ..checks import check
 from ..reference.terms import SATURATION
@@ -33,6 +34,7 @@ def check_bonus(alpha: float, kappa: float) -> None:
     """Check the numbers of a bonus ``min(alpha H, |A| / kappa)``, with which no advantage changes its sign."""
     check(alpha >= 0, "alpha: expected a number >= 0, got {}; below, the entropy would turn signs", alpha)
     check(kappa >= 1, "kappa: expected a number >= 1, got {}; below, the entropy would turn signs", kappa)
+    check_finite(alpha=alpha)
 
 
 @preset(Provenance.PAPER)
@@ -93,6 +95,8 @@ def aepo_ruc(
     tensor([0.8336, 0.9445, 1.2219])
     """
     batch = as_batch(batch)
+    check_finite(alpha=alpha)
+    check_limit("least", least, -math.inf)
     signal = read(batch, entropy=entropy)
     step = statistics_of(signal, state, backend).at()
     deviation = step.deviation(1)
@@ -209,6 +213,7 @@ def steer_linear(
     tensor([0.8000, 1.1743, 1.2000])
     """
     batch = as_batch(batch)
+    check_finite(least=least, most=most)
     check(least <= most, "least: expected a weight <= {} (most), got {}", most, least)
     size = _sizes(change, batch)
     changes = statistics_of(size, state, backend).at()

@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 import torch.distributed
 
-from ..arguments import check_compat, check_pair, examines
+from ..arguments import check_compat, check_finite, check_limit, check_pair, examines
 from ..batch import PackedBatch, as_batch, row_counts, spread_rows, whole_groups
 from ..checks import check, check_rows
 from ..distributed import spanning
@@ -40,7 +40,7 @@ def archer(
 
     Args:
         entropy: ``[T]`` in nats, of the current policy.
-        eps_knowledge, eps_reasoning: 0.2 and 0.5; Archer2.0 takes 0.4 for the latter.
+        eps_knowledge, eps_reasoning: 0.2 and 0.5; Archer2.0 takes 0.4 for the latter. inf: no bounds.
         kl_reasoning: the factor on the penalty of tokens that reason, 0; that of the others is 1.
         compat: "code": *above* the quantile, so that a token equal to it, as in a response of one token, is knowledge.
 
@@ -54,6 +54,8 @@ def archer(
     batch = as_batch(batch)
     for name, epsilon in (("eps_knowledge", eps_knowledge), ("eps_reasoning", eps_reasoning)):
         check(epsilon >= 0, "{}: expected an epsilon >= 0, got {}", name, epsilon)
+        check_limit(name, epsilon)
+    check_finite(kl_reasoning=kl_reasoning)
     signal = read(batch, entropy=entropy)
     reasons = _above(entropy, batch, quantile, check_compat(compat), backend)
     width = torch.full_like(signal.values, eps_knowledge).masked_fill(reasons, eps_reasoning)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..advantages.terms import as_advantages, known
-from ..arguments import constant
+from ..arguments import check_all_finite, constant
 from ..batch import PackedBatch, as_batch, place_in_row, row_counts, spread_rows, whole_groups
 from ..checks import check_rows
 from ..segments import dense_ids, statistics
@@ -117,6 +117,7 @@ def _shared(
 ) -> torch.Tensor:
     """The rewards of units, whose mean is over those with equal ids ``sharers``, and the deviation over those with
     equal ``outcome``, with ddof 0: ``[U]`` float64, 0 where a unit is no member, or where all rewards are equal."""
+    check_all_finite("alpha", alpha)
     u = torch.where(right, entropy, 1 / entropy.clamp(min=_LEAST))
     base = statistics(u, sharers, mask=members, backend=backend).least
     # float32 keeps more of this difference than of u, and equal numbers are equal to their mean.

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.distributed import ProcessGroup
 
-from ..arguments import examines
+from ..arguments import check_all_finite, examines
 from ..batch import PackedBatch, as_batch, valid_tokens
 from ..checks import check
 from ..distributed import gather, sum_in_order
@@ -73,6 +73,7 @@ def bapo_bounds(
     check(0 <= target < math.inf, "target: expected a ratio >= 0, got {}", target)
     check(0 <= low[0] <= low[1] <= 1, "low: expected two ascending ratios in [0, 1], got {}", low)
     check(1 <= high[0] <= high[1] < math.inf, "high: expected two ascending ratios >= 1, got {}", high)
+    check_all_finite("high", high)
     check(0 < step < math.inf, "step: expected a number > 0, got {}", step)
     check(
         high[1] - high[0] <= 10_000 * step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..arguments import examines
+from ..arguments import check_finite, examines
 from ..checks import check, check_precise
 from .draws import draws_of
 
@@ -45,6 +45,7 @@ def icpo_weight(logp: torch.Tensor, shaping: float = 0.1) -> torch.Tensor:
     """
     check_precise("logp", logp)
     check(shaping > 0, "shaping: expected a number above 0, got {}", shaping)
+    check_finite(shaping=shaping)
     p = logp.detach().clamp(max=0).exp()  # rounding may lift a log-probability above 0
     return shaping * p / (p + shaping).square()
 
@@ -76,6 +77,7 @@ def ink_grpo_coefficient(step: int, *, seed: int = 0, coefficient: float = 0.1, 
     """
     check(step >= 0, "step: expected a number of updates, got {}", step)
     check(coefficient >= 0, "coefficient: expected a factor >= 0, got {}", coefficient)
+    check_finite(coefficient=coefficient)
     check(0 <= probability <= 1, "probability: expected a number in [0, 1], got {}", probability)
     draw = int(draws_of(torch.zeros(1, dtype=torch.int64, device="cpu"), seed * _BETWEEN_SEEDS + step)) / 2**53
     return coefficient if draw < probability else 0.0

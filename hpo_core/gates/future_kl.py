@@ -7,7 +7,7 @@ import math
 import torch
 
 from .. import ops
-from ..arguments import examines
+from ..arguments import check_limit, examines
 from ..batch import PackedBatch, as_batch, row_counts, spread_rows, valid_tokens
 from ..checks import check
 from .inputs import check_policies, of_tokens, per_token
@@ -86,6 +86,7 @@ def fipo_weight(
         check(value > 0, "{}: expected a number above 0, got {}", name, value)
     check(ratio_dual >= 1, "ratio_dual: expected a factor >= 1, got {}", ratio_dual)
     check_epsilons(eps_low, eps_high)
+    check_limit("eps_high", eps_high)
     check_policies(batch, logp, old_logp)
     valid = valid_tokens(batch)
     negative = valid & (per_token(advantages, batch, advantage_level) < 0)

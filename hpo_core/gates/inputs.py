@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import ops
-from ..arguments import check_compat, examines, parameter_names
+from ..arguments import check_compat, check_finite, check_limit, examines, parameter_names
 from ..batch import (
     PackedBatch,
     alone_without,
@@ -68,6 +68,8 @@ def archer_bounds(
     check_dtype("wide", wide, (torch.bool,), "use wide.bool()")
     check_epsilons(*eps_narrow, ("eps_narrow[0]", "eps_narrow[1]"))
     check_epsilons(*eps_wider, ("eps_wider[0]", "eps_wider[1]"))
+    check_limit("eps_narrow[1]", eps_narrow[1])
+    check_limit("eps_wider[1]", eps_wider[1])
     low, high = (torch.full_like(wide, 1 + epsilon, dtype=torch.float32) for epsilon in (-eps_narrow[0], eps_narrow[1]))
     return GateInputs(bounds=(low.masked_fill(wide, 1.0 - eps_wider[0]), high.masked_fill(wide, 1.0 + eps_wider[1])))
 
@@ -90,6 +92,8 @@ def dcpo_bounds(
     check_precise("old_logp", old_logp)
     check_epsilons(eps_low, eps_high)
     check(ratio_cap >= 1, "ratio_cap: expected an absolute ratio >= 1, got {}", ratio_cap)
+    check_limit("eps_high", eps_high)
+    check_limit("ratio_cap", ratio_cap)
     q = old_logp.detach().exp()
     below = 0.5 + 0.5 * (1 - 4 * eps_low / q).clamp(min=0).sqrt()
     above = 0.5 + 0.5 * (1 + 4 * eps_high / q).sqrt()
@@ -130,6 +134,7 @@ def hapo_bounds(
     as_code = check_compat(compat)
     check_epsilons(eps_low, eps_high, finite=True)
     check(0 <= alpha < math.inf, "alpha: expected a finite number >= 0, got {}", alpha)
+    check_finite(alpha=alpha)
     check(0 <= pivot[0] <= pivot[1] != 0, "pivot: expected a fraction in [0, 1], got {}", pivot)
     check_precise("entropy", entropy)
     check_tokens(batch, entropy=entropy)
@@ -216,7 +221,7 @@ def clip_cov_mask(
     3
     """
     batch = as_batch(batch)
-    check(low <= high, "low: expected low <= high, got {} and {}", low, high)
+    check(low <= high, "low, high: expected low <= high, got {} and {}", low, high)
     check_epsilons(eps_low, eps_high)
     check_policies(batch, logp, old_logp)
     least = math.log1p(-eps_low) if eps_low < 1 else -math.inf

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.distributed import ProcessGroup
 
-from ..arguments import examines
+from ..arguments import check_finite, examines
 from ..batch import PackedBatch, as_batch, valid_tokens
 from ..checks import check
 from ..distributed import gather, place_of_own, running_sum
@@ -112,6 +112,7 @@ def m2po_bounds(
     """
     batch = as_batch(batch)
     check(0 <= budget < math.inf, "budget: expected a mean square >= 0, got {}", budget)
+    check_finite(budget=budget)
     check_policies(batch, logp, old_logp)
     advantage, x = per_token(advantages, batch, advantage_level), (logp.double() - old_logp.double()).detach()
     moved = advantage.sign() * x

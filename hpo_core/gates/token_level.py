@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..arguments import examines
+from ..arguments import check_finite, examines
 from ..checks import check
 from ..specs import Head, Provenance
 from .parts import Clip, Drop, Pair
@@ -295,7 +295,8 @@ def check_epsilons(
     """``finite``: an upper epsilon of inf, which is no bound, is refused."""
     check(0 <= low <= 1, "{}: expected an epsilon in [0, 1], got {}; the ratio's bound is 1 - it", names[0], low)
     check(high >= 0, "{}: expected an epsilon >= 0, got {}", names[1], high)
-    check(high < math.inf or not finite, "{}: expected a finite epsilon, got {}", names[1], high)
+    if finite:
+        check_finite(**{names[1]: high})
     check(
         not 0.5 <= low < 1 < high,
         "{}: expected epsilons, got {} and {}, which look like ratios; pass {:g} and {:g}",

@@ -388,14 +388,6 @@ _OF_ANYTHING = ("string", "number", "function", "None")
 _OF_FLOATS = ("negated", "quantised", "of another library", "a parameter", "of a graph")
 
 
-if __name__ == "__main__" and sys.argv[1] == "report":
-    found = walk(sys.argv[2])
-    print(Counter(how.split(":")[0] for how in found.values()), "functions:", len({call.name for call in calls()}))
-    Path("walk.json").write_text(json.dumps(found, indent=1))
-elif __name__ == "__main__":
-    _work(*map(int, sys.argv[1:]))
-
-
 WITHOUT_TENSORS = [
     Call("epo_phase", epo_phase, {"step": 1.0, "steps": 120.0}),
     Call("d3s_schedule", d3s_schedule, {"progress": 0.5, "first": (4, "0.1"), "last": (8, "0.5")}),
@@ -441,3 +433,11 @@ def test_a_number_beyond_float32_is_refused_by_name_or_changes_no_number_to_infi
 
 def test_there_are_many_floats():
     assert len(FLOATS) > 250
+
+
+if __name__ == "__main__" and sys.argv[1] == "report":
+    found = walk(sys.argv[2])
+    print(Counter(how.split(":")[0] for how in found.values()), "functions:", len({call.name for call in calls()}))
+    Path("walk.json").write_text(json.dumps(found, indent=1))
+elif __name__ == "__main__":
+    _work(*map(int, sys.argv[1:]))

@@ -156,7 +156,7 @@ def policy_loss_and_grad(
     from one call.
 
     ``logp.backward(out.grad)`` differentiates the model from there, as ``loss.backward()`` does behind
-    :func:`policy_loss`, and takes two launches on a GPU less: the seed of the gradient and the product with it.
+    :func:`policy_loss`, and takes two launches less on a GPU: the seed of the gradient and the product with it.
 
     >>> import hpo_core as hpo
     >>> logp = torch.zeros(2, requires_grad=True)

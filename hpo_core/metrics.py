@@ -237,7 +237,8 @@ def of_log_ratios(
     least, most = raw["log_ratio_min"], raw["log_ratio_max"]
     lowest, highest = (math.exp(min(each, largest)) if count else math.nan for each in (least, most))
     # Kantorovich's inequality: ratios that are nearly alike are nearly all effective, however small they are.
-    fewest = 4 * lowest * highest / (lowest + highest) ** 2 if lowest > 0 else 0.0
+    apart = math.exp(least - most) if count else math.nan  # squares of the ratios themselves may be 0
+    fewest = 4 * apart / (1 + apart) ** 2
     effective = max(fewest, min(ratio(ratio_sum * ratio_sum, count * ratio_square), 1.0))
     if not count or (ratio_square < resolved * count and fewest < 0.9):
         effective = math.nan

@@ -232,9 +232,11 @@ def _check_rollout(gate: RatioGate, rollout_logp: torch.Tensor | None, wants_cor
 
 
 def _check_levels_are_whole(batch: PackedBatch, gate: RatioGate, aggregates: Mapping[str, torch.Tensor]) -> None:
+    """``aggregates`` replace those of levels; a correction looks at the tokens of the call all the same."""
+    corrected_units = {each.unit for each in gate.corrections}
     for unit in gate.units:
         level = unit.name.lower()
-        if unit not in gate.level_units or level not in aggregates:
+        if unit in corrected_units or level not in aggregates:
             check_whole(
                 batch,
                 level,

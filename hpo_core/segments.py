@@ -292,8 +292,8 @@ def chains(ids: torch.Tensor, positions: torch.Tensor | None = None) -> Chains:
 
     Args:
         ids: ``[U]`` int32 or int64, in any order; a negative id means no chain.
-        positions: ``[U]``, the order inside a chain. Default: the order of the units. One of a chain that is NaN is an
-            error on a CPU; elsewhere a check would wait for the device, and its unit stands last.
+        positions: ``[U]``, the order inside a chain. Default: the order of the units. The position NaN of a unit with
+            an id >= 0 is an error on a CPU. Elsewhere, where a check would wait for the device, the unit stands last.
 
     >>> chains(torch.tensor([5, 2, 5])).order
     tensor([1, 0, 2])

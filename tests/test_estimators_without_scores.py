@@ -117,7 +117,7 @@ def test_an_edge_is_worth_what_trajectories_with_an_outcome_say(backend, estimat
 
 
 @pytest.mark.parametrize("unknown", [math.nan, math.inf])
-def test_a_response_without_a_length_is_as_if_it_had_no_tokens(backend, unknown):
+def test_a_response_without_a_length_enters_no_statistic_of_lengths(backend, unknown):
     """adora: a group without a longest right response is all wrong, one without wrong lengths is all right."""
     t, b = on(backend)
     rewards = t(1.0, 0, 0, 0)

@@ -346,6 +346,14 @@ def test_offsets_of_any_value_are_harmless(backend):
                 assert bool((found >= 0).all())
 
 
+def test_the_effective_sample_size_of_ratios_whose_squares_are_0(backend):
+    batch = hpo.PackedBatch.from_lengths([10, 10])
+    logp = torch.full((20,), -40.0)
+    out = hpo.policy_loss(logp, 0 * logp, torch.ones(2), batch, GATES["sums"], backend=backend, report=("levels",))
+    numbers = out.levels.compute()["trajectory"]
+    assert numbers["log_ratio_mean"] == -400.0 and math.isnan(numbers["effective_sample_size"])
+
+
 def test_log_ratios_beyond_all_floats(backend):
     """Sums of a thousand log-ratios of 60: no float64 holds the ratio, and its metrics say so."""
     gate = GATES["sums"]

@@ -79,7 +79,7 @@ def test_every_number_by_hand(backend):
 
 @pytest.mark.parametrize(
     "log_ratios",
-    [(-8.5, -8.73), (-8.68, -8.35), (-10.0, -10.2, -10.1, -10.05), (-6.0, -6.12, -6.05, -6.02), (-17.0, -17.1), (9.0,)],
+    [(-8.5, -8.73), (-9.0, -9.6), (-10.0, -10.2, -10.1, -10.05), (-6.0, -6.12, -6.05, -6.02), (-17.0, -17.1), (9.0,)],
 )
 def test_the_effective_sample_size_of_ratios_far_from_1(log_ratios, backend):
     """The kernels' sums of r - 1 have no digits of ratios below e^-6; extrema tell that these are alike."""
@@ -87,7 +87,7 @@ def test_the_effective_sample_size_of_ratios_far_from_1(log_ratios, backend):
     out = hpo.policy_loss(x, 0 * x, torch.ones(1), hpo.PackedBatch.from_lengths([len(x)]), backend=backend)
     r, computed = x.double().exp(), out.metrics.compute()
     size = (r.sum() ** 2 / (len(x) * r.square().sum())).item()
-    assert size - 0.02 <= computed["effective_sample_size"] <= 1.0
+    assert abs(computed["effective_sample_size"] - size) <= 0.1 and computed["effective_sample_size"] <= 1.0
     assert r.min() <= computed["ratio_mean"] * (1 + 1e-6) and computed["ratio_mean"] <= r.max() * (1 + 1e-6)
 
 

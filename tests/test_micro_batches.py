@@ -5,7 +5,7 @@ import torch
 
 import hpo_core as hpo
 from hpo_core import PackedBatch
-from hpo_core.gates import Level, LogClip, RatioGate, Tanh, Unit
+from hpo_core.gates import Action, Correction, Level, LogClip, RatioGate, Reduction, Routing, Tanh, Unit
 
 LENGTHS = [2, 1, 3, 2, 2, 1]
 IDS = {
@@ -154,6 +154,8 @@ def test_functions_that_look_at_groups_refuse_a_part_of_one():
         for part in (split, rest):
             with pytest.raises(ValueError, match=r"batch: .* looks at whole groups, .*micro_batches\(.*'group'\), or "):
                 reader(*part)
+    assert split.batch.replace(group_ids=torch.tensor([3, 3])).torn == ()
+    assert [part.torn for part, *_ in split.batch.micro_batches(1, "group")] == [("group",)]
     alone = PackedBatch.from_lengths([1, 1], group_ids=torch.tensor([-1, -1]))  # in no group
     assert [part.torn for part, *_ in alone.micro_batches(1)] == [(), ()]
     changed = (split.batch.replace(mask=None), split.batch.select([0, 1])[0], split.batch.to("cpu"))
@@ -171,11 +173,34 @@ def test_a_gate_on_domains_refuses_a_part_of_one():
         hpo.policy_loss_and_grad(*given, budget_of(Unit.DOMAIN), weights=ones)
 
 
+def test_a_correction_over_groups_looks_at_the_tokens_whatever_aggregates_are_given():
+    batch = make("group")
+    (part, rows, _, tokens), *_ = batch.micro_batches(3, "trajectory")
+    stopped = (Level(Tanh(0.03), Routing.STOPPED, Unit.GROUP),)
+    given = (torch.zeros(len(tokens)), torch.zeros(len(tokens)), torch.ones(len(rows)), part)
+    more = {"weights": torch.ones(len(rows)), "gate_inputs": hpo.gates.GateInputs(aggregates={"group": torch.zeros(8)})}
+    token = LogClip((-0.2, -0.2), (0.2, 0.2))
+    hpo.policy_loss_and_grad(*given, RatioGate("stopped", token, stopped), **more)
+    mask = Correction(Action.MASK, (-1.0, -1.0), (1.0, 1.0), unit=Unit.GROUP, reduction=Reduction.MEAN)
+    gate = RatioGate("corrected", token, stopped, corrections=(mask,))
+    with pytest.raises(ValueError, match="the gate 'corrected' looks at whole groups"):
+        hpo.policy_loss_and_grad(*given, gate, **more, rollout_logp=torch.zeros(len(tokens)))
+
+
+def test_a_part_of_a_batch_that_is_one_group_is_a_piece_of_it():
+    batch = make()
+    for part, rows, _, tokens in batch.micro_batches(3):
+        with pytest.raises(ValueError, match="batch: without group_ids the whole batch is one group"):
+            hpo.entropy.gtpo(torch.ones(len(rows)).bool(), torch.rand(len(tokens)), part)
+
+
 def test_a_part_is_not_whitened_by_itself():
     batch, rewards = make("trajectory"), torch.rand(11)
     for part, _, _, tokens in batch.micro_batches(3):
         own = rewards[tokens]
         for estimator, given in ((hpo.advantages.reinforce_pp, (own,)), (hpo.advantages.token_gae, (own, own))):
-            with pytest.raises(ValueError, match=r"batch: this batch is a part .* or pass whitened=False"):
+            with pytest.raises(
+                ValueError, match=r"batch: this batch comes from micro_batches, .* or pass whitened=False"
+            ):
                 estimator(*given, part)
             estimator(*given, part, whitened=False)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from ..arguments import check_group
-from ..checks import check, require_type
+from ..checks import INTEGERS, check, require_type
 from ..distributed import gather, is_distributed, place_of_own, spanning
 from .terms import accepted_keywords, is_multi_reward, level_of, name_of, takes_tables
 
@@ -143,7 +143,8 @@ def _everywhere(
     if not _is_of_units(of_rewards, name, given):
         return given
     parts = gather(given.movedim(-1, 0), group, name)
-    return torch.cat(_among_all(parts, units) if name in _PLACES else parts).movedim(0, -1)
+    shifts = name in _PLACES and given.dtype in INTEGERS  # the estimator refuses others
+    return torch.cat(_among_all(parts, units) if shifts else parts).movedim(0, -1)
 
 
 def _among_all(parts: list[torch.Tensor], units: list[int]) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import segments
-from ..arguments import check_finite
+from ..arguments import check_finite, check_limit
 from ..checks import check, check_units
 from ..specs import GroupTerm, Provenance, Scale
 from .terms import Term, as_advantages, check_eps, combine, estimator, keeps_singletons, known, members_of, total
@@ -39,7 +39,7 @@ def bnpo(
     """
     check_units(rewards=rewards, group_ids=group_ids, mask=mask)
     check(most > 0, "most: expected a number > 0, got {}", most)
-    check_finite(most=most)
+    check_limit("most", most)
     group = segments.statistics(rewards, group_ids, mask=mask, backend=backend)
     means, once = group.mean, 1 / group.members
     member = members_of(rewards, group, mask)

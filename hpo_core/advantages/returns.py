@@ -91,8 +91,8 @@ def finished_tokens(
         return as_advantages(known(exact), token_rewards, backend)
     check(
         not batch.is_part,
-        "batch: this batch is a part of a larger one, and would be whitened over its own tokens alone; take the "
-        "entries of the part among the advantages of the whole batch, or pass whitened=False",
+        "batch: this batch comes from micro_batches, and would be whitened over its own tokens alone; take the entries "
+        "of the part among the advantages of the whole batch, or pass whitened=False",
     )
     advantages = about_group(exact, token_rewards, None, mask=valid, backend=backend)
     return whiten(advantages, torch.ones_like(advantages), mask=valid, backend=backend)

@@ -78,7 +78,8 @@ def adora(
 
     Args:
         lengths: ``[S]`` floating point. A response whose length is NaN or infinite is neither the longest nor in the
-            mean; a group that has no other right one counts as all wrong, and without another wrong one as all right.
+            mean. A group whose right responses all lack a length counts as all wrong, and one whose wrong responses all
+            lack one as all right.
         is_correct: ``[S]`` bool.
         cutoff: wrong responses of this length or more are not in the mean: they were cut off. 4054 in the authors' code
             for language models, 4094 in that for vision models.

@@ -89,9 +89,9 @@ def _blocks_of(batch: PackedBatch, whole: str | None) -> Iterator[list[int]]:
         yield block
 
 
-def torn_by(parts: list[list[int]], batch: PackedBatch) -> Iterator[tuple[str, ...]]:
-    """For each part the levels of which it has a piece: "group", "domain"."""
-    torn: list[tuple[str, ...]] = [()] * len(parts)
+def torn_by(parts: list[list[int]], batch: PackedBatch) -> list[tuple[str, ...]]:
+    """For each part the levels of which it has a piece: "group", "domain"; those of a torn batch stay."""
+    torn = [batch.torn] * len(parts)
     for level, ids in (("group", batch.group_ids), ("domain", batch.domain_ids)):
         if ids is None:
             continue
@@ -99,18 +99,19 @@ def torn_by(parts: list[list[int]], batch: PackedBatch) -> Iterator[tuple[str, .
         units = [{numbers[row] for row in rows if numbers[row] >= 0} for rows in parts]
         seen = Counter(unit for of_part in units for unit in of_part)
         for index, of_part in enumerate(units):
-            if any(seen[unit] > 1 for unit in of_part):
+            if level not in torn[index] and any(seen[unit] > 1 for unit in of_part):
                 torn[index] += (level,)
-    return iter(torn)
+    return torn
 
 
 def check_whole(batch: PackedBatch, level: str, reader: str, otherwise: str) -> None:
     """Check that no other part of micro_batches has rows of this batch's groups, or domains."""
     check(
         level not in batch.torn,
-        "batch: {} looks at whole {}s, and another part has rows of one that is in this part; cut with "
+        "batch: {} looks at whole {}s, and another part has rows of a {} of this part; cut with "
         "micro_batches(..., whole={!r}), or {}",
         reader,
+        level,
         level,
         level,
         otherwise,
@@ -118,9 +119,15 @@ def check_whole(batch: PackedBatch, level: str, reader: str, otherwise: str) -> 
 
 
 def whole_groups(batch: PackedBatch) -> torch.Tensor | None:
-    """The ids of prompt groups, for a function whose result can be sliced."""
-    otherwise = "call it on the whole batch and take the result's entries of the part"
+    """The ids of prompt groups; None: the batch is one group, of which a part would be a piece."""
+    otherwise = "call it on the whole batch and take the part's entries of the result"
     check_whole(batch, "group", "this function", otherwise)
+    check(
+        batch.group_ids is not None or not batch.is_part,
+        "batch: without group_ids the whole batch is one group, and this is a part of it; pass group_ids to "
+        "PackedBatch, or {}",
+        otherwise,
+    )
     return batch.group_ids
 
 

@@ -393,7 +393,8 @@ class PackedBatch(Immutable):
         result = PackedBatch(**tensors, total_tokens=self.total_tokens, validate=validate)
         object.__setattr__(result, "padded_shape", padded)
         object.__setattr__(result, "is_part", self.is_part)
-        object.__setattr__(result, "torn", self.torn)
+        kept = tuple(level for level in self.torn if f"{level}_ids" not in changed)
+        object.__setattr__(result, "torn", kept)
         return result
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:

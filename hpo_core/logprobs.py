@@ -87,9 +87,9 @@ def token_logprobs(
             Another one reads the logits once more in each direction, and its gradient is a second tensor ``[..., V]``
             until both are added.
         support_floor: floating point ``[...]``, one for each row of logits (also with a batch, where these rows are not
-            shifted): logits below their floor are outside the support, as -inf is. :func:`~hpo_core.support_floor`
-            computes the floor of top-k, top-p and min-p. The log-probability of a target below its floor is -inf. A
-            constant of the differentiation.
+            shifted), rounded to float32: logits below their floor are outside the support, as -inf is.
+            :func:`~hpo_core.support_floor` computes the floor of top-k, top-p and min-p. The log-probability of a
+            target below its floor is -inf. A constant of the differentiation.
         support_ids: ``[..., K]`` int64 or int32, for each target the ids of its support in any order, such as the ids
             that a sampler returns; -1 stands for no token, and an id that occurs twice counts once. Only these logits
             are read. The log-probability of a target outside its support is -inf.
@@ -109,7 +109,8 @@ def token_logprobs(
 
     Returns:
         :class:`TokenLogprobs`. A row that holds NaN or +inf, or -inf only, gives NaN, and so does a target outside the
-        vocabulary; then the gradient of the row is NaN, too, even where the incoming one is 0.
+        vocabulary; then the gradient of the row is NaN, too, even where the incoming one is 0 (with ``support_ids`` at
+        the ids, of which a row may have none).
 
     Raises:
         ValueError, TypeError: naming the argument, the expected and given values, and the fix. On a GPU, where reading

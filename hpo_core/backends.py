@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .checks import REFERENCE
 from .native import Native
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -130,20 +131,20 @@ def choice(op: str, device: str) -> str:
         RuntimeWarning,
         stacklevel=2,
     )
-    return "reference"
+    return REFERENCE
 
 
 def is_reference(tensor: torch.Tensor, backend: str | None) -> bool:
     """Whether the reference, whose loss has a graph of its own, serves a call: by request, or for lack of others."""
     if backend is not None:
-        return backend == "reference"
+        return backend == REFERENCE
     falls_back = _FALLS_BACK.get(tensor.device)
     if falls_back is None and torch.compiler.is_compiling():  # a probe cannot be traced
         return False
     if falls_back is None:
         device = tensor.device
-        chosen = choice("gates", str(device)) if device.type in _DEVICES["reference"] else ""
-        falls_back = _FALLS_BACK[device] = chosen == "reference"
+        chosen = choice("gates", str(device)) if device.type in _DEVICES[REFERENCE] else ""
+        falls_back = _FALLS_BACK[device] = chosen == REFERENCE
     return falls_back
 
 
@@ -176,7 +177,7 @@ def _build_info() -> dict[str, Any]:
 
 
 def _probe_reference(_: torch.device | None = None) -> Availability:
-    return Availability("reference", detail="plain PyTorch, the definition")
+    return Availability(REFERENCE, detail="plain PyTorch, the definition")
 
 
 def _probe_cuda(device: torch.device | None = None) -> Availability:
@@ -251,14 +252,14 @@ def _interpreting() -> bool:
 
 
 _PROBES: dict[str, Callable[[torch.device | None], Availability]] = {
-    "reference": _probe_reference,
+    REFERENCE: _probe_reference,
     "cpu": lambda _: _extension("cpu"),
     "triton": _probe_triton,
     "cuda": _probe_cuda,
     "cuda_emulated": lambda _: _extension("cuda_emulated"),
 }
 _DEVICES: dict[str, tuple[str, ...]] = {
-    "reference": ("cpu", "cuda"),
+    REFERENCE: ("cpu", "cuda"),
     "cpu": ("cpu",),
     "triton": ("cuda",),
     "cuda": ("cuda",),
@@ -275,7 +276,7 @@ def _native(name: str) -> Native:
 
 
 _LOADERS: dict[str, Callable[[str], Any]] = {
-    "reference": lambda op: importlib.import_module(f"hpo_core.reference.{op}"),
+    REFERENCE: lambda op: importlib.import_module(f"hpo_core.reference.{op}"),
     "cpu": lambda op: _native("cpu"),
     "triton": lambda op: importlib.import_module(f"hpo_core._triton.{op}"),
     "cuda": lambda op: _native("cuda"),
@@ -283,5 +284,5 @@ _LOADERS: dict[str, Callable[[str], Any]] = {
 }
 
 _asked = os.environ.get("HPO_CORE_BACKEND") or os.environ.get("HPO_CORE_ISA")
-if _asked == "reference" or (not _asked and importlib.util.find_spec("hpo_core._cpu") is None):
+if _asked == REFERENCE or (not _asked and importlib.util.find_spec("hpo_core._cpu") is None):
     _FALLS_BACK[torch.device("cpu")] = True

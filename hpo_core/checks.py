@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 Tensor = torch.Tensor
 is_compiling = torch.compiler.is_compiling
 INTEGERS = (torch.int32, torch.int64)
+REFERENCE = "reference"  # the backend that is the definition, in plain PyTorch
 
 _ROUNDING = (
     "16-bit rounding of a log-probability is up to 1.6e-2 a token, more than most clips, and 8 bits are worse; compute "
@@ -336,7 +337,7 @@ def _check_of_batch(batch: Any, count: int, meaning: str, given: dict[str, torch
 
 def keeps_doubles(backend: str | None) -> bool:
     """Whether a call asks for the reference, which alone computes in float64, too."""
-    return backend == "reference"
+    return backend == REFERENCE
 
 
 def check_precision(dtype: torch.dtype, backend: str | None) -> None:

@@ -13,7 +13,7 @@ from .advantages import grpo
 from .advantages.terms import accepted_keywords, check_keywords, gathers_units, is_published, level_of, name_of
 from .backends import is_reference, resolve
 from .batch import PackedBatch, as_batch, check_whole, of_row
-from .checks import check, check_shape, require_type
+from .checks import REFERENCE, check, check_shape, require_type
 from .distributed import check_is_step
 from .entropy import EntropyWindow, Selection, WindowState
 from .gates import GateInputs, RatioGate
@@ -334,7 +334,7 @@ def _reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The definition, in float64: loss, metrics vector and losses of tokens, in the dtype of ``logp``."""
     dtype = inputs.logp.dtype
-    loss, vector, tokens = resolve("gates", inputs.logp, "reference").policy_loss(doubles(inputs), spec, exchange)
+    loss, vector, tokens = resolve("gates", inputs.logp, REFERENCE).policy_loss(doubles(inputs), spec, exchange)
     return loss.to(dtype), vector, tokens.to(dtype)
 
 

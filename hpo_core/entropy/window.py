@@ -17,7 +17,7 @@ from .. import ops
 from ..arguments import Short, check_choice, check_flag, check_member, examines
 from ..backends import choice, is_reference
 from ..batch import PackedBatch, as_batch
-from ..checks import check, check_precise, check_shape, is_compiling, keeps_doubles, require_type
+from ..checks import REFERENCE, check, check_precise, check_shape, is_compiling, keeps_doubles, require_type
 from ..distributed import check_is_step
 from ..specs import INDEX_RULES, OrderRule, Provenance, WindowAggregate
 from .aggregates import BOUNDARIES, INVALID, Window, flat_values
@@ -337,7 +337,7 @@ def _scorer(window: EntropyWindow, values: torch.Tensor, backend: str | None) ->
     """The backend that sums the scores. One token is no sum; full windows have the same bits on the CPU and in CUDA."""
     if window.first == window.last:
         return ""
-    name = backend or ("reference" if is_reference(values, None) else "cpu" if values.is_cpu else "")
+    name = backend or (REFERENCE if is_reference(values, None) else "cpu" if values.is_cpu else "")
     if not name and not ops.is_traced(values):
         name = choice("entropy", str(values.device))
     name = "cuda" if name == "cuda_emulated" else name

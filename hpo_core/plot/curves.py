@@ -8,7 +8,7 @@ import torch
 
 from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check
+from ..checks import REFERENCE, check
 from ..gates import RatioGate
 from ..losses import policy_loss_and_grad
 from .canvas import BLUE, GREY, RED, axes_of
@@ -91,7 +91,7 @@ def _slopes(
         batch,
         gate,
         weights=torch.full((rows,), 1.0 if alone else 1.0 / tokens, dtype=torch.float64),
-        backend="reference",
+        backend=REFERENCE,
     )
     grad = -out.grad.reshape(rows, tokens)
     return grad[:, 0] if alone else grad.sum(1)

@@ -11,7 +11,7 @@ import torch
 
 from ..arguments import examines
 from ..batch import PackedBatch, as_batch
-from ..checks import check
+from ..checks import REFERENCE, check
 from ..gates import RatioGate
 from ..prepared import PolicyLossOptions, prepare
 from ..reference.gates import Tokens, gate_tokens, read_tokens
@@ -138,7 +138,7 @@ def _through_gates(
     logp = logp.detach().double()
     given: dict[str, Any] = {"weights": torch.ones(batch.rows, dtype=logp.dtype, device=logp.device)}
     given |= {name: value for name, value in options.items() if name not in ("backend", "report")}
-    inputs, spec, exchange, *_ = prepare(logp, old_logp, advantages, batch, gate, backend="reference", **given)
+    inputs, spec, exchange, *_ = prepare(logp, old_logp, advantages, batch, gate, backend=REFERENCE, **given)
     inputs = flat(inputs)
     tokens = read_tokens(inputs, spec)
     channels = gate_tokens(tokens, inputs, spec, exchange)

@@ -16,7 +16,7 @@ import torch
 from .. import gates
 from ..arguments import examines
 from ..batch import PackedBatch
-from ..checks import check, examined, require_type
+from ..checks import REFERENCE, check, examined, require_type
 from ..entropy import EntropyWindow, Selection, WindowState
 from ..gates import Channel, GateInputs, RatioGate
 from ..kl import KLPenalty, k3
@@ -298,7 +298,7 @@ def _near_branches(example: PolicyLossExample) -> torch.Tensor:
     keywords = {name: value for name, value in example.keywords.items() if name in read}
     inputs, spec, exchange, *_ = prepare(
         example.logp.double(), example.old_logp, example.advantages, example.batch, example.gate,
-        backend="reference", **keywords,
+        backend=REFERENCE, **keywords,
     )  # fmt: skip
     inputs = flat(inputs)
     tokens = read_tokens(inputs, spec)

@@ -11,6 +11,7 @@ import torch
 
 from .. import advantages
 from ..batch import PackedBatch
+from ..checks import REFERENCE
 from ..entropy import window_mean
 from ..kl import KLPenalty
 from ..losses import PolicyLoss, policy_loss
@@ -147,7 +148,7 @@ def _reference(example: PolicyLossExample, dtype: torch.dtype) -> Outcome:
     entropy = {name: value.to(dtype) for name, value in example.keywords.items() if name == "entropy"}
     example = example._replace(logp=example.logp.to(dtype)).given(**entropy)
     formula = policy_loss if dtype is torch.float64 else _eager_loss
-    return run_policy_loss(formula, example, report=("tokens",), backend="reference")
+    return run_policy_loss(formula, example, report=("tokens",), backend=REFERENCE)
 
 
 def _eager_loss(
@@ -169,7 +170,7 @@ def _policy_magnitudes(example: PolicyLossExample) -> tuple[torch.Tensor, torch.
     keywords = {name: value for name, value in example.keywords.items() if name not in ("report", "backend")}
     keywords |= {name: value.double() for name, value in keywords.items() if name == "entropy"}
     inputs, spec, exchange, *_ = prepare(
-        logp, example.old_logp, example.advantages, example.batch, example.gate, backend="reference", **keywords
+        logp, example.old_logp, example.advantages, example.batch, example.gate, backend=REFERENCE, **keywords
     )
     inputs = flat(inputs)
     tokens = formulas.read_tokens(inputs, spec)
@@ -349,7 +350,7 @@ def expect_rewards(example: RewardsExample, op: str | Callable[..., Any] = "grpo
     """
     example = move(example, "cpu")
     function = getattr(advantages, op) if isinstance(op, str) else op
-    backend = {"backend": "reference"} if accepts(function, "backend") else {}
+    backend = {"backend": REFERENCE} if accepts(function, "backend") else {}
     estimator = functools.partial(function, **backend, **keywords)
     exact = estimator(example.rewards.double(), example.group_ids, **example.keywords)
     eager = estimator(example.rewards.float(), example.group_ids, **example.keywords).double()
@@ -370,7 +371,7 @@ def expect_window(example: WindowExample) -> Expected:
     values, batch, first, last, rules = move(example, "cpu")
 
     def run(values: torch.Tensor) -> torch.Tensor:
-        return window_mean(values, batch, first, last, **rules, backend="reference")
+        return window_mean(values, batch, first, last, **rules, backend=REFERENCE)
 
     absolute = run(values.double().abs()).nan_to_num(0.0, 0.0, 0.0)
     return Expected(run(values.double()), run(values.float()).double(), absolute)

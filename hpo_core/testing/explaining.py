@@ -11,7 +11,7 @@ import torch
 from ..arguments import examines
 from ..backends import backends
 from ..batch import PackedBatch
-from ..checks import check, check_shape, require_type
+from ..checks import REFERENCE, check, check_shape, require_type
 from ..gates import RatioGate
 from ..losses import policy_loss
 from ..prepared import prepare
@@ -69,7 +69,7 @@ class Explanation(NamedTuple):
 
 @examines
 def explain(
-    example: PolicyLossExample, a: Kernel, b: Kernel = "reference", *, bitwise: bool = False, padded: bool = False
+    example: PolicyLossExample, a: Kernel, b: Kernel = REFERENCE, *, bitwise: bool = False, padded: bool = False
 ) -> Explanation:
     """Explain the first token whose loss or gradient differs between two kernels.
 
@@ -167,7 +167,7 @@ def _name(kernel: Kernel, side: str) -> str:
 def _tokens(kernel: Kernel, example: PolicyLossExample) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """loss_t and gradient ``[T]`` in float64 on the CPU, as far as the kernel gives them."""
     if isinstance(kernel, str):
-        moved = move(example.with_scores_of_threshold() if kernel == "reference" else example, device_of(kernel))
+        moved = move(example.with_scores_of_threshold() if kernel == REFERENCE else example, device_of(kernel))
         outcome: Outcome = run_policy_loss(policy_loss, moved, report=("tokens",), backend=kernel)
     else:
         outcome = _called(kernel, example)
@@ -196,7 +196,7 @@ def _by_definition(example: PolicyLossExample, token: int) -> tuple[dict[str, fl
     example = example._replace(logp=example.logp.detach().double()).given(**entropy)
     keywords = {name: value for name, value in example.keywords.items() if name not in ("report", "backend")}
     inputs, spec, exchange, *_ = prepare(
-        example.logp, example.old_logp, example.advantages, example.batch, example.gate, backend="reference", **keywords
+        example.logp, example.old_logp, example.advantages, example.batch, example.gate, backend=REFERENCE, **keywords
     )
     inputs = flat(inputs)
     tokens = read_tokens(inputs, spec)

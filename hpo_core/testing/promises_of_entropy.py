@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..checks import REFERENCE
 from ..reference.entropy import order_statistic
 from ..specs import INDEX_RULES, OrderRule
 from .budget import assert_within_budget
@@ -30,7 +31,7 @@ def _(run: Run, example: WindowExample) -> float:
 
 @promise("window_mask", "exact, ties included")
 def _(run: Run, example: MaskExample) -> None:
-    _state, expected = example.window.fit_apply(example.entropy.double(), example.batch, backend="reference")
+    _state, expected = example.window.fit_apply(example.entropy.double(), example.batch, backend=REFERENCE)
     same("the mask", run(example), expected, f"(window {example.window.name!r})")
 
 
@@ -135,7 +136,7 @@ def _(run: Run, example: MaskExample) -> None:
     first = valid & (valid.cumsum(0) == 1)
     for value in (math.nan, math.inf):
         broken = example._replace(entropy=torch.where(first, value, example.entropy))
-        _state, expected = example.window.fit_apply(broken.entropy.double(), example.batch, backend="reference")
+        _state, expected = example.window.fit_apply(broken.entropy.double(), example.batch, backend=REFERENCE)
         same("the mask", run(broken), expected, f"with {value} at a valid token")
 
 

@@ -270,8 +270,7 @@ class Native:
         cu_seqlens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         selected = torch.empty_like(values, dtype=torch.bool)
-        result = self.order_statistic(values, numerator, denominator, rule, mask, cu_seqlens, strict, selected)
-        return *result, selected
+        return *self.order_statistic(values, numerator, denominator, rule, mask, cu_seqlens, strict, selected), selected
 
     def select(
         self,
@@ -299,9 +298,8 @@ class Native:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         thresholds = values.new_empty(scopes.number)
         counts = values.new_empty((scopes.number, 2), dtype=torch.int64)
-        self._order_statistics(
-            values, scopes, mask, (numerator, denominator, int(rule)), None, thresholds, counts, None
-        )
+        quantile = (numerator, denominator, int(rule))
+        self._order_statistics(values, scopes, mask, quantile, None, thresholds, counts, None)
         return thresholds, counts
 
     def select_exact(

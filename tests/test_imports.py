@@ -1,4 +1,4 @@
-"""The cost of an import of hpo_core, the modules that it loads, and the order of imports between its modules."""
+"""The cost of an import of hpo_core, the modules that it loads, the order of imports between them, and their size."""
 
 import ast
 import statistics
@@ -70,6 +70,24 @@ def test_every_module_is_in_the_list():
         name for name in modules if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()
     }
     assert modules | {"__main__"} == set(ORDER)
+
+
+def test_files_are_short():
+    files = [path for room in ("hpo_core", "kernels", "csrc") for path in (PACKAGE.parent / room).rglob("*")]
+    sources = [path for path in files if path.suffix in (".py", ".h", ".cuh", ".cpp", ".cu")]
+    assert len(sources) > 250
+    assert [path.name for path in sources if len(path.read_text().splitlines()) > 450] == []
+
+
+def test_the_name_of_the_reference_stands_in_one_place():
+    """Elsewhere it is :data:`hpo_core.checks.REFERENCE`, so that a misspelt one is an error."""
+    strings = [
+        (path.name, node.value)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value == "reference"
+    ]
+    assert strings == [("checks.py", "reference")]
 
 
 PEERS = ("triton", "trl", "transformers", "verl", "hypothesis", "matplotlib")

@@ -39,20 +39,7 @@ from . import reconstructed
 from .baselines import a_star, poise
 from .critics import HierarchicalAdvantages, archer_td, hiper, hiper_rewards, step_gae
 from .distributed import over_ranks
-from .flat import (
-    asymre,
-    dgpo,
-    dr_grpo,
-    gpg,
-    grpo,
-    grpo_leave_one_out,
-    lite_ppo,
-    maxrl,
-    opo,
-    reinforce_pp_baseline,
-    rloo,
-    whiten,
-)
+from .flat import asymre, dgpo, dr_grpo, gpg, grpo, grpo_leave_one_out, lite_ppo, maxrl, opo, rloo
 from .hierarchical import dr_mas, flow_grpo, gigpo, hbpo, hgpo, m_grpo, peco, stratified, thor
 from .multi_reward import dvao, gdpo, hila, tool_star, unidoc_rl, vpo
 from .priors import bnpo, ngrpo, v05
@@ -76,6 +63,7 @@ from .supergroups import sgrpo, sgrpo_hierarchical_sum, sgrpo_reward_sum
 from .terms import Term, combine, estimator
 from .tokens import hicra, iw_opd, otb, reinforce_pp, remax, rl_zvp, t_ppo, tir_otb, token_gae, vapo
 from .trees import mars2, rose, rose_length_penalty, tree_grpo, treepo, treepo_segments, treerl
+from .whitening import reinforce_pp_baseline, whiten
 
 __all__ = [
     "BetaTracker",

@@ -10,9 +10,9 @@ from ..arguments import check_finite, constants, examines
 from ..checks import check_device, check_dtype, check_shape, check_units
 from ..segments import chains, scan
 from ..specs import GroupTerm, Provenance
-from .flat import whiten
 from .returns import check_discounts, generalised_advantages
 from .terms import Term, about_group, as_advantages, combine, estimator, known
+from .whitening import whiten
 
 
 @estimator(Provenance.VERIFIED, level="step", tables=True)

@@ -11,8 +11,9 @@ from ..arguments import check_finite
 from ..checks import check, check_device, check_floating, check_units
 from ..segments import statistics
 from ..specs import GroupTerm, Provenance, Share
-from .flat import grpo_of_exact, whiten
+from .flat import grpo_of_exact
 from .terms import Term, about_group, check_channels, combine, estimator, grouped, keeps_singletons, members_of
+from .whitening import whiten
 
 
 @estimator(Provenance.PAPER, multi_reward=True, tables=True)

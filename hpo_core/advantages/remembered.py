@@ -10,9 +10,10 @@ from ..arguments import check_finite, examines
 from ..checks import check, check_device, check_places, check_real, check_units
 from ..segments import chains, scan, statistics
 from ..specs import Provenance
-from .flat import grpo, whiten
+from .flat import grpo
 from .selection import ordered
 from .terms import about_group, as_advantages, estimator, known, members_of, scorable
+from .whitening import whiten
 
 
 class BetaTracker(NamedTuple):

@@ -8,8 +8,8 @@ from ..arguments import constants, examines
 from ..batch import PackedBatch
 from ..checks import check, check_units
 from ..segments import Chains, chains, scan
-from .flat import whiten
 from .terms import about_group, as_advantages, known
+from .whitening import whiten
 
 
 @examines

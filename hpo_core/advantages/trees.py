@@ -11,9 +11,10 @@ from ..arguments import check_compat, check_finite
 from ..checks import check, check_device, check_floating, check_places, check_shape, check_units
 from ..segments import chains, dense_ids, statistics
 from ..specs import MOST_TERMS, GroupTerm, Presence, Provenance, Scale, Share
-from .flat import grpo, whiten
+from .flat import grpo
 from .returns import once
 from .terms import Term, among, as_advantages, combine, estimator, grouped, keeps_singletons, scorable
+from .whitening import whiten
 
 
 @estimator(Provenance.VERIFIED, tables=True)

@@ -20,9 +20,8 @@ try:
 except ImportError as error:
     raise ImportError("hpo_core.integrations.trl needs TRL 1.16 or newer: pip install 'trl>=1.16,<2'") from error
 
-from .. import aggregation
 from ..advantages.distributed import over_ranks
-from ..advantages.terms import accepted_keywords, check_estimator, is_multi_reward, level_of, name_of
+from ..advantages.terms import accepted_keywords, is_multi_reward
 from ..backends import resolve
 from ..batch import PackedBatch
 from ..checks import check, require_type
@@ -43,8 +42,20 @@ from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .trl_config import check_config, check_unchanged, gate_from_config, loss_fields, settings_of
 from .trl_entropy import entropy_bonus
 from .trl_head import give_head
-from .trl_inputs import AVAILABLE, NO_SAMPLER, OF_THE_LOSS, Settings, advantages_of, domain_ids_of, mask_of, sampler_of
+from .trl_inputs import (
+    AVAILABLE,
+    NO_SAMPLER,
+    OF_THE_LOSS,
+    Settings,
+    advantages_of,
+    check_domain,
+    check_pillars,
+    domain_ids_of,
+    mask_of,
+    sampler_of,
+)
 from .trl_metrics import Bounds, logged_metrics, observed_parts, penalty_sum, reported
+from .trl_weights import weights_of
 from .turns import Step, steps_of_turns, turns
 
 __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
@@ -117,29 +128,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         backend: str | None = None,
         **keywords: Any,
     ) -> None:
-        require_type(
-            isinstance(gate, RatioGate | None), "gate: expected a RatioGate such as gates.dapo(), got {!r}", gate
-        )
-        require_type(
-            advantage is None or callable(advantage),
-            "advantage: expected an estimator such as advantages.rloo, got {!r}",
-            advantage,
-        )
-        level, wanted = "row" if advantage is None else level_of(advantage), "row" if steps is None else "step"
-        check(
-            level == wanted,
-            "advantage: expected an estimator of {}s, got {}, of {}s{}",
-            wanted,
-            name_of(advantage) if callable(advantage) else "the default",
-            level,
-            "; steps= says what the turns of completions are"
-            if "step" in (wanted, level)
-            else "; call it in your own loop",
-        )
-        if advantage is not None:
-            ids = ("trajectory_ids", "anchor_ids") if level == "step" else ("weights",)
-            check_estimator("advantage", advantage, ("group_ids", *ids), "TRL")
-        require_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
+        check_pillars(gate, advantage, steps, window)
         require_type(
             isinstance(self, GRPOTrainer),
             "HPOMixin: expected trl.GRPOTrainer or a subclass of it behind it in the bases, got {}",
@@ -167,13 +156,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         selected = () if entropy is None else ("bounds",)
         check_needs(gate, gate_inputs, AVAILABLE, "" if self._has_sampler() else NO_SAMPLER, selected)
         self._check_sampler(gate)
-        check(
-            (Unit.DOMAIN in gate.units) == (domain is not None),
-            "domain: the gate {!r} has a level of domains; name the dataset's column that tells them apart"
-            if domain is None
-            else "domain: no level of the gate {!r} is one of domains; drop it",
-            gate.name,
-        )
+        check_domain(gate, domain)
         for model in (self.model, self.ref_model):
             if model is not None:
                 whole = self.accelerator.unwrap_model(model)
@@ -311,23 +294,21 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         self._read_config()
         logps, entropies, aux_loss = self._score(model, inputs, compute_aux_loss=self.aux_loss_enabled)
         loss = self._policy_loss(logps, entropies.detach(), inputs, aux_loss)
+        metrics, accumulated = self._metrics["train" if self.model.training else "eval"], self._accumulated()
         if self._hpo.entropy_penalty is not None:
             batch = PackedBatch.from_padded(mask_of(inputs))
-            taken = {"entropy": entropies.flatten(), "batch": batch, "weights": self._weights(batch, inputs)}
+            weights = weights_of(self, batch, inputs, accumulated)
+            taken = {"entropy": entropies.flatten(), "batch": batch, "weights": weights}
             penalty = penalty_of(self._hpo.entropy_penalty, seed=self.state.global_step, **taken)
-            metrics = self._metrics["train" if self.model.training else "eval"]
             metrics["entropy_penalty"].append(self.accelerator.gather(penalty.detach()).nanmean().item())
             loss = loss + penalty
         if self._entropy_bonus_enabled:
             # TRL logs the loss of a micro-batch, but for the loss types whose denominator is the whole step's.
-            logged = loss.detach() * (1 if self.loss_type in ("cispo", "dapo", "vespo") else self._accumulated())
-            metrics = self._metrics["train" if self.model.training else "eval"]
+            logged = loss.detach() * (1 if self.loss_type in ("cispo", "dapo", "vespo") else accumulated)
             metrics["policy_loss"].append(self.accelerator.gather(logged).nanmean().item())
-            loss = loss - entropy_bonus(
-                self, entropies, self._selected(entropies.detach(), inputs), self._accumulated()
-            )
+            loss = loss - entropy_bonus(self, entropies, self._selected(entropies.detach(), inputs), accumulated)
         if aux_loss is not None:
-            loss = loss + self.router_aux_loss_coef * aux_loss / self._accumulated()
+            loss = loss + self.router_aux_loss_coef * aux_loss / accumulated
         return loss
 
     def _score(self, model: torch.nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
@@ -399,7 +380,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             advantages,
             batch,
             gate,
-            weights=self._weights(batch, inputs),
+            weights=weights_of(self, batch, inputs, self._accumulated()),
             rollout_logp=rollout_logps,
             gate_inputs=given,
             ref_logp=None if kl is None else inputs["ref_per_token_logps"],
@@ -425,24 +406,6 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             return mask & inputs["token_mask"] if "token_mask" in inputs else mask
         state = window.fit(entropies, mask, process_group=self._ranks(), backend=self._hpo.backend)
         return window.apply(entropies, mask, state, backend=self._hpo.backend)
-
-    def _weights(self, batch: PackedBatch, inputs: dict[str, Any]) -> torch.Tensor:
-        """Row weights ``[B]``: the denominator of ``loss_type``, and of accumulation, which TRL leaves to the loss."""
-        kind, steps = self.loss_type, self._accumulated()
-        # Each process counts its own rows, also those without a valid token, and their means are averaged: 1 rank.
-        rows = batch.rows * steps
-        if kind in ("grpo", "sapo"):
-            return aggregation.seq_mean_token_mean(batch, total=rows, ranks=1)
-        if kind == "bnpo":
-            return aggregation.token_mean(batch, total=batch.row_counts.sum() * steps, ranks=1)
-        if kind == "dr_grpo":
-            return aggregation.fixed_length(batch, self.max_completion_length, total=rows, ranks=1)
-        if kind == "luspo":
-            return aggregation.seq_mean_token_sum(batch, total=rows, ranks=1)
-        # Counted over the generation batch and over the processes, whose gradients are averaged.
-        share = steps / self.args.steps_per_generation if self.model.training else 1.0
-        total = inputs["num_items_in_batch"] * share
-        return aggregation.token_mean(batch, total=total, ranks=self._hpo.processes)
 
     def _accumulated(self) -> int:
         """Micro-batches whose losses add up to one optimiser step."""

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..advantages.terms import check_estimator, level_of, name_of
 from ..checks import check, require_type
 from ..entropy import EntropyWindow
 from ..gates import Channel, RatioGate
 from ..kl import KLPenalty
 from ..segments import ids_of
+from ..specs import Unit
 from .entropy_methods import SELECTED, MakesPenalty, MakesSelection
 from .needs import MakesInputs
 from .turns import Step
@@ -48,6 +50,47 @@ class Settings(NamedTuple):
     gate_inputs: MakesInputs | None
     backend: str | None
     processes: int
+
+
+def check_pillars(
+    gate: RatioGate | None,
+    advantage: Callable[..., torch.Tensor] | None,
+    steps: Callable[..., list[list[Step]]] | None,
+    window: EntropyWindow | None,
+) -> None:
+    """Raise for an argument of another kind, and for an estimator that TRL's batch cannot serve."""
+    require_type(isinstance(gate, RatioGate | None), "gate: expected a RatioGate such as gates.dapo(), got {!r}", gate)
+    require_type(
+        advantage is None or callable(advantage),
+        "advantage: expected an estimator such as advantages.rloo, got {!r}",
+        advantage,
+    )
+    level, wanted = "row" if advantage is None else level_of(advantage), "row" if steps is None else "step"
+    check(
+        level == wanted,
+        "advantage: expected an estimator of {}s, got {}, of {}s{}",
+        wanted,
+        name_of(advantage) if callable(advantage) else "the default",
+        level,
+        "; steps= says what the turns of completions are"
+        if "step" in (wanted, level)
+        else "; call it in your own loop",
+    )
+    if advantage is not None:
+        ids = ("trajectory_ids", "anchor_ids") if level == "step" else ("weights",)
+        check_estimator("advantage", advantage, ("group_ids", *ids), "TRL")
+    require_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
+
+
+def check_domain(gate: RatioGate, domain: str | None) -> None:
+    """Raise for a level of domains without a column that names them, and for the reverse."""
+    check(
+        (Unit.DOMAIN in gate.units) == (domain is not None),
+        "domain: the gate {!r} has a level of domains; name the dataset's column that tells them apart"
+        if domain is None
+        else "domain: no level of the gate {!r} is one of domains; drop it",
+        gate.name,
+    )
 
 
 def domain_ids_of(column: str, inputs: list[dict[str, Any]], device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ from .ops.gates import hands_on, times
 from .ops.library import not_differentiable
 from .ops.logprobs import readable
 from .prepared import PolicyLossOptions, check_options, prepare
-from .specs import LogitRows, PolicyLossInputs, PolicyLossSpec
+from .specs import BOOLS_OF_TOKENS, FLOATS_OF_TOKENS, LogitRows, PolicyLossInputs, PolicyLossSpec
 from .support import logit_types
 
 if TYPE_CHECKING:
@@ -34,10 +34,6 @@ SECOND_DERIVATIVE = (
 # No label: one of -100 that the mask counts is an error in the data, which gives NaN. The number is not the least of 32
 # or 64 bits, because NaN becomes that as an integer.
 _NONE = -(2**62) - 1
-_PER_TOKEN = (
-    *("logp", "old_logp", "mask", "ref_logp", "entropy", "score", "token_mask", "token_weight", "low", "high"),
-    *("penalty_mask", "kl_weight"),
-)
 _CHUNK = 16 << 20  # bytes of logits that a CPU's last-level cache holds between the two passes
 
 
@@ -225,7 +221,7 @@ def _of_tokens(inputs: PolicyLossInputs, begin: int, end: int) -> PolicyLossInpu
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.reshape(-1)[begin:end]
 
-    chosen: dict[str, Any] = {name: cut(getattr(inputs, name)) for name in _PER_TOKEN}
+    chosen: dict[str, Any] = {name: cut(getattr(inputs, name)) for name in (*FLOATS_OF_TOKENS, *BOOLS_OF_TOKENS)}
     if inputs.advantage_per_token:
         chosen["advantages"] = cut(inputs.advantages)
     if inputs.target_per_token:

@@ -16,9 +16,8 @@ import hpo_core as hpo
 from hpo_core import gates, loss_from_logits
 from hpo_core.backends import resolve
 from hpo_core.gates import Channel
-from hpo_core.loss_from_logits import _PER_TOKEN
 from hpo_core.prepared import prepare
-from hpo_core.specs import LogitRows, LogitType, PolicyLossInputs
+from hpo_core.specs import BOOLS_OF_TOKENS, FLOATS_OF_TOKENS, LogitRows, LogitType, PolicyLossInputs
 
 native = pytest.mark.parametrize("backend", NATIVE)
 V = 37
@@ -80,20 +79,21 @@ GATES = {
     "weights": (gates.dapo(), {"token_weight": True, "token_mask": True}),
 }
 FEW = ("sapo", "weights")  # in the interpreter
-# The tensors of a loss that are not always of tokens, and the pair of corrections, which are made with the weights.
+# The tensors of a loss that are not always of tokens.
 NOT_OF_TOKENS = {
-    *("advantages", "weights", "cu_seqlens", "threshold", "target", "leaf_begin", "leaf_end", "leaf_row", "ancestors"),
-    *("correction_first", "correction_second"),
+    *("advantages", "weights", "cu_seqlens", "threshold", "target", "leaf_begin", "leaf_end", "leaf_row", "ancestors")
 }
 
 
 def test_every_tensor_of_tokens_moves_with_its_logits():
     tensors = {name for name, kind in PolicyLossInputs.__annotations__.items() if "Tensor" in str(kind)}
-    assert tensors == NOT_OF_TOKENS | {*_PER_TOKEN}, "a tensor of tokens stands in _PER_TOKEN, another in NOT_OF_TOKENS"
-    of_tokens = pytest.importorskip("hpo_core._triton.tokens")._of_tokens
+    of_tokens = {*FLOATS_OF_TOKENS, *BOOLS_OF_TOKENS}
+    assert tensors == NOT_OF_TOKENS | of_tokens, "each tensor of tokens stands in one of the two lists, by dtype"
+    of_triton = pytest.importorskip("hpo_core._triton.tokens")._of_tokens
     names = PolicyLossInputs(*PolicyLossInputs._fields)  # each field holds its own name
-    expected = {*_PER_TOKEN, "correction_first", "correction_second", "advantages", "target"}
-    assert {*of_tokens(names)} == expected, "Triton asks the alignment of each tensor of tokens"
+    assert {*of_triton(names)} == of_tokens | {"advantages", "target"}, (
+        "whose alignment Triton asks for"
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from ..backends import is_reference, resolve
 from ..checks import check, check_dtype, check_shape, refuse_tangent
 from ..metrics import SLOTS
 from ..specs import (
+    BOOLS_OF_TOKENS,
+    FLOATS_OF_TOKENS,
     MOST_ROW_CORRECTIONS,
     Action,
     CorrectionSpec,
@@ -347,9 +349,8 @@ def check_inputs(inputs: PolicyLossInputs, levels: int, needs: Sequence[str]) ->
                 check_operand(name, tensor, shape, (dtype,), ("logp", logp))
 
     check_dtype("logp", logp, (torch.float32,), "use logp.float()")
-    of_tokens("old_logp", "ref_logp", "entropy", "score", "token_weight", "low", "high", "kl_weight")
-    of_tokens("correction_first", "correction_second")
-    of_tokens("mask", "token_mask", "penalty_mask", dtype=torch.bool)
+    of_tokens(*FLOATS_OF_TOKENS)
+    of_tokens(*BOOLS_OF_TOKENS, dtype=torch.bool)
     for name, per_token in (("advantages", inputs.advantage_per_token), ("target", inputs.target_per_token)):
         if per_token:
             of_tokens(name)

@@ -21,6 +21,8 @@ from .advantages import (
 )
 from .entropy import INDEX_RULES, Boundary, Invalid, OrderRule, Scopes, TokenDraw, WindowAggregate
 from .gates import (
+    BOOLS_OF_TOKENS,
+    FLOATS_OF_TOKENS,
     MOST_ROW_CORRECTIONS,
     Action,
     Aggregate,
@@ -50,6 +52,8 @@ from .provenance import Provenance
 from .segments import Denominator
 
 __all__ = [
+    "BOOLS_OF_TOKENS",
+    "FLOATS_OF_TOKENS",
     "INDEX_RULES",
     "LOGITS",
     "MOST_ROW_CORRECTIONS",

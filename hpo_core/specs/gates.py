@@ -298,6 +298,14 @@ class PolicyLossInputs(NamedTuple):
         return self.cu_seqlens.numel() - 1 if self.leaf_begin is None else self.leaf_begin.numel()
 
 
+# The tensors [T] by dtype. Advantages and targets, which may be [S], stand in neither list.
+FLOATS_OF_TOKENS = (
+    *("logp", "old_logp", "ref_logp", "entropy", "score", "token_weight", "low", "high", "kl_weight"),
+    *("correction_first", "correction_second"),
+)
+BOOLS_OF_TOKENS = ("mask", "token_mask", "penalty_mask")
+
+
 def rows_as_weights(
     inputs: PolicyLossInputs,
     spec: PolicyLossSpec,

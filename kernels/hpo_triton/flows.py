@@ -21,7 +21,7 @@ from .math import LARGEST_FLOAT, clamp
 from .rows import SLOTS
 from .sums import total
 from .terms import Pre, mean_exp_slope, through_pre
-from .tokens import Reading, load_tokens, read_tokens, up_to
+from .tokens import Reading, given_to, load_tokens, read_tokens
 
 FLOWS = tl.constexpr(512)  # slots of one block that adds
 ADD, RETURN = tl.constexpr(0), tl.constexpr(1)
@@ -174,7 +174,7 @@ def deliver_gradient(
         if exchange is not None and RETURN.value in stage:
             exchange.aggregate_grad(leaves.fields(FLOW, 2))
         launch_steps(
-            _deliver_gradient, stage, REGISTERS, *up_to(inputs, "ref_logp"), *leaves, flows, seen, sums, grad, loss,
-            metrics, pre, inputs.logp.numel(), inputs.weights.numel(), count, slots, sums.shape[0], READING=reading,
-            SHAPE=of_levels(shape), DEPTH=depth,
+            _deliver_gradient, stage, REGISTERS, *given_to(_deliver_gradient, inputs), *leaves, flows, seen, sums, grad,
+            loss, metrics, pre, inputs.logp.numel(), inputs.weights.numel(), count, slots, sums.shape[0],
+            READING=reading, SHAPE=of_levels(shape), DEPTH=depth,
         )  # fmt: skip

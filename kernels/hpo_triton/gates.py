@@ -36,7 +36,7 @@ from .math import LARGEST_FLOAT, clamp, exp
 from .rows import TILE, load, places_of_tile, store
 from .scale import scale  # noqa: F401 (an op of its own)
 from .sums import COLUMNS, add_tokens, bad_rows, count_tokens, finalise, no_sums, policy_term, store_sums, with_penalty
-from .tokens import bits, has_own_bound, load_tokens, read_tokens, reading_of, up_to
+from .tokens import bits, given_to, has_own_bound, load_tokens, read_tokens, reading_of
 
 DROP = tl.constexpr(int(TokenGate.DROP))
 
@@ -209,7 +209,7 @@ def policy_loss(
     by_fours = reading.aligned or want_grad or want_tokens
     light = by_fours and reading.rule is None and inputs.low is None and inputs.high is None
     launch(
-        _sweep, programs, *up_to(inputs, "high"), inputs.kl_weight, inputs.correction_first, inputs.correction_second,
+        _sweep, programs, *given_to(_sweep, inputs),
         rule_bounds_of(spec.correction), seen, sums, grad, token_loss, tokens, rows,
         *spec.token_low, *spec.token_high, bits(spec.low_driven), bits(spec.high_driven), spec.kl_beta,
         READING=reading, GATE=gate_of(spec), maxnreg=LIGHT_REGISTERS if light else MOST_REGISTERS,

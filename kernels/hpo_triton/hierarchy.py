@@ -34,7 +34,7 @@ from .prepare_leaves import prepare_leaves
 from .rows import SLOTS, load
 from .sums import COLUMNS, LANES, add_tokens, bad_rows, count_tokens, finalise, no_sums, store_sums
 from .terms import numbers_of, pre_of, term_of
-from .tokens import bits, load_tokens, read_tokens, reading_of, up_to
+from .tokens import bits, given_to, load_tokens, read_tokens, reading_of
 
 
 @triton.jit
@@ -130,7 +130,8 @@ def _sweep_leaves(
 ):
     inputs = PolicyLossInputs(
         logp, old_logp, advantages, weights, cu_seqlens, mask, ref_logp, entropy, score, threshold, token_mask,
-        token_weight, low, high, target=target, correction_first=correction_first, correction_second=correction_second,
+        token_weight, low, high, target=target, penalty_mask=penalty_mask, kl_weight=kl_weight,
+        correction_first=correction_first, correction_second=correction_second,
     )  # fmt: skip
     tables = Leaves(begin, end, row, ancestors, owner, segments, state)
     ALIGNED: tl.constexpr = READING.aligned
@@ -154,7 +155,7 @@ def _sweep_leaves(
 
         own_weight = None if token_weight is None and READING.rule is None else weight
         policy, penalty, loss_t, derivative = differentiate_tokens(
-            t, gated, own_weight, kl_weight, penalty_mask, token, tokens, whole, kl_beta, pre, numbers, SHAPE, ALIGNED
+            t, gated, own_weight, inputs, token, tokens, whole, kl_beta, pre, numbers, SHAPE, ALIGNED
         )
         if grad is not None:
             tl.store(grad + token, tl.where(t.valid, derivative, 0.0), mask=slots.inside)
@@ -202,8 +203,7 @@ def policy_loss(
     programs = programs_for(slots, SLOTS.value)
     sums = torch.empty((programs, COLUMNS.value), dtype=torch.float64, device=device)
     launch(
-        _sweep_leaves, programs, *up_to(inputs, "high"), inputs.target, inputs.penalty_mask, inputs.kl_weight,
-        inputs.correction_first, inputs.correction_second, rule_bounds_of(spec.correction), pre,
+        _sweep_leaves, programs, *given_to(_sweep_leaves, inputs), rule_bounds_of(spec.correction), pre,
         numbers_of(spec.term), *leaves, gated_levels, slope_differences, flows, seen, sums, grad, token_loss, tokens,
         rows, count, slots // SLOTS.value, *spec.token_log_low, *spec.token_log_high, bits(spec.low_driven),
         bits(spec.high_driven), spec.kl_beta, READING=reading._replace(aligned=reading.aligned and align > 1),

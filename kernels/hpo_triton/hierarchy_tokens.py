@@ -153,18 +153,18 @@ def gated_derivative(t, gated, policy, pre, SHAPE: tl.constexpr):
 
 @triton.jit
 def differentiate_tokens(
-    t, gated, token_weight, kl_weight, penalty_mask, token, tokens, whole, kl_beta, pre, numbers,
+    t, gated, token_weight, inputs, token, tokens, whole, kl_beta, pre, numbers,
     SHAPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The policy term of gated tokens, their penalty, their loss, and its derivative in their log-probability."""
     policy = gated_term(t, gated, token_weight, numbers, SHAPE)
     derivative = gated_derivative(t, gated, policy, pre, SHAPE)
-    c = None if kl_weight is None else load(kl_weight, token, tokens, whole, ALIGNED)
+    c = None if inputs.kl_weight is None else load(inputs.kl_weight, token, tokens, whole, ALIGNED)
     penalty, loss_t, derivative = with_penalty(t, c, policy.loss_t, derivative, kl_beta, SHAPE.kl, SHAPE.kl_gradient)
     if SHAPE.term is not None and SHAPE.term.penalty != NO_OWN_PENALTY:
         pays = t.valid
-        if penalty_mask is not None:
-            pays &= load(penalty_mask, token, tokens, whole, ALIGNED)
+        if inputs.penalty_mask is not None:
+            pays &= load(inputs.penalty_mask, token, tokens, whole, ALIGNED)
         penalty, loss_t, derivative = with_own_penalty(
             t, pays, penalty, loss_t, derivative, numbers.penalty, SHAPE.term.penalty
         )

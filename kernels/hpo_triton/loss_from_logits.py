@@ -63,9 +63,8 @@ def _token_gradient(
         weight = None if inputs.token_weight is None else loaded.token_weight
         gated = gate_tokens(t, lowest, highest, None, row, inside, pre, numbers, SHAPE)
         _, _, _, derivative = differentiate_tokens(
-            t, gated, weight, inputs.kl_weight, inputs.penalty_mask, token, tokens, False, kl_beta, pre, numbers,
-            SHAPE, False,
-        )  # fmt: skip
+            t, gated, weight, inputs, token, tokens, False, kl_beta, pre, numbers, SHAPE, False
+        )
     return tl.where(t.valid, derivative, 0.0)
 
 

@@ -44,7 +44,7 @@ from .leaves import (
 )
 from .rows import SLOT, SLOTS
 from .terms import Pre, entering, mean_exp_part
-from .tokens import Reading, load_tokens, read_tokens, up_to
+from .tokens import Reading, given_to, load_tokens, read_tokens
 
 MOST_LEVELS = 4
 COEFFICIENTS = tl.constexpr(SUM.value + 1)
@@ -207,6 +207,10 @@ def _prepare_leaves(
 # --------------------------------------------------------------------------------------------------------------- host
 
 
+# The inputs that the coefficients of a settled gradient read, and no other stage.
+OF_COEFFICIENTS = ("score", "threshold", "token_mask", "token_weight", "correction_first", "correction_second")
+
+
 class Prepared(NamedTuple):
     leaves: Leaves
     gated_levels: torch.Tensor | None  # None without levels
@@ -241,15 +245,14 @@ def prepare_leaves(
     parts = [{GATE.value: gated}] if depth > 0 else []
     # Only sums of floats that differ within a leaf have an order to keep: there, a token's place in a slot is its place
     # in the leaf.
-    align, coefficients, tensors, rule_bounds = 4, None, (None,) * 6, None
-    if shape.settled:
+    align, coefficients, rule_bounds = 4, None, None
+    if not shape.settled:
+        inputs = inputs._replace(**dict.fromkeys(OF_COEFFICIENTS))
+    else:
         coefficients = torch.empty((slots, 2), dtype=torch.float64, device=device)
         parts.insert(0, {COEFFICIENTS.value: triton.cdiv(slots, FLOWS.value)})
-        tensors = (
-            inputs.score, inputs.threshold, inputs.token_mask, inputs.token_weight, inputs.correction_first,
-            inputs.correction_second,
-        )  # fmt: skip
-        rule_bounds, registers = rule_bounds_of(spec.correction), 64 if tensors == (None,) * 6 else REGISTERS
+        rule_bounds = rule_bounds_of(spec.correction)
+        registers = REGISTERS if any(getattr(inputs, name) is not None for name in OF_COEFFICIENTS) else 64
         if inputs.advantage_per_token or inputs.token_weight is not None or spec.correction is not None:
             align, reading = 1, reading._replace(aligned=False)
     stages = [summed, *parts]
@@ -257,7 +260,7 @@ def prepare_leaves(
         stages = [{step: blocks for stage in stages for step, blocks in stage.items()}]
     for stage in stages:
         launch_steps(
-            _prepare_leaves, stage, registers, *up_to(inputs, "ref_logp"), *tensors, rule_bounds, inputs.leaf_begin,
+            _prepare_leaves, stage, registers, *given_to(_prepare_leaves, inputs), rule_bounds, inputs.leaf_begin,
             inputs.leaf_end, inputs.leaf_row, *leaves, coefficients, gated_levels, slope_differences, grad, token_loss,
             seen, pre, inputs.logp.numel(), inputs.weights.numel(), count, slots, *numbers, READING=reading,
             SHAPE=of_levels(shape), DEPTH=depth, ALIGN=align,

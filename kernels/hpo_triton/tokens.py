@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..specs import Head, PolicyLossInputs, PolicyLossSpec
+from ..specs import BOOLS_OF_TOKENS, FLOATS_OF_TOKENS, Head, PolicyLossInputs, PolicyLossSpec
 from .launch import aligned
 from .math import SATURATION, clamp, is_finite
 from .rows import load
@@ -207,18 +211,23 @@ def reading_of(inputs: PolicyLossInputs, spec: PolicyLossSpec) -> Reading:
     )
 
 
+_always_of_tokens = operator.attrgetter(*FLOATS_OF_TOKENS, *BOOLS_OF_TOKENS)
+
+
 def _of_tokens(inputs: PolicyLossInputs) -> tuple[torch.Tensor | None, ...]:
-    return (
-        inputs.logp, inputs.old_logp, inputs.ref_logp, inputs.entropy, inputs.score, inputs.token_weight, inputs.low,
-        inputs.high, inputs.mask, inputs.token_mask, inputs.penalty_mask, inputs.kl_weight,
-        inputs.correction_first, inputs.correction_second,
-        inputs.advantages if inputs.advantage_per_token else None, inputs.target if inputs.target_per_token else None,
-    )  # fmt: skip
+    advantages = inputs.advantages if inputs.advantage_per_token else None
+    return *_always_of_tokens(inputs), advantages, inputs.target if inputs.target_per_token else None
 
 
-def up_to(inputs: PolicyLossInputs, last: str) -> tuple[torch.Tensor | None, ...]:
-    """``inputs`` from ``logp`` to the field ``last``: the first arguments of a launch, in the order of the fields."""
-    return inputs[: inputs._fields.index(last) + 1]
+@functools.cache  # the names are the same for every call
+def _leading_inputs(kernel: Any) -> Callable[[PolicyLossInputs], tuple[torch.Tensor | None, ...]]:
+    leading = itertools.takewhile(PolicyLossInputs._fields.__contains__, kernel.arg_names)
+    return operator.attrgetter(*leading)
+
+
+def given_to(kernel: Any, inputs: PolicyLossInputs) -> tuple[torch.Tensor | None, ...]:
+    """The first arguments of a launch: the inputs that the kernel's leading parameters name."""
+    return _leading_inputs(kernel)(inputs)
 
 
 def bits(pair: tuple[bool, bool]) -> int:

@@ -91,9 +91,7 @@ def test_every_tensor_of_tokens_moves_with_its_logits():
     assert tensors == NOT_OF_TOKENS | of_tokens, "each tensor of tokens stands in one of the two lists, by dtype"
     of_triton = pytest.importorskip("hpo_core._triton.tokens")._of_tokens
     names = PolicyLossInputs(*PolicyLossInputs._fields)  # each field holds its own name
-    assert {*of_triton(names)} == of_tokens | {"advantages", "target"}, (
-        "whose alignment Triton asks for"
-    )
+    assert {*of_triton(names)} == of_tokens | {"advantages", "target"}, "whose alignment Triton asks for"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import bench_gates
 import peers_presets as peers
 import torch
 from bench_gates import STATISTICS, TOKEN_GATE, some_advantages
-from harness import Case, Contestant, Plan, Tensors, available, slower_by, small_test
+from harness import Case, Contestant, Plan, Tensors, at_most_floors, available, slower_by, small_test
 from peers_gates import differentiated
 from peers_presets import DOMAIN, GROUP, Rows
 
@@ -21,6 +21,7 @@ from hpo_core.gates import GateInputs, RatioGate
 STEP = 64  # tokens of a step
 MADE = ", mask made"  # a case whose calls make the preset's input, too
 ON_POLICY = ", on policy"  # a case without old_logp
+SHORT = ", short rows"  # a case whose inputs come from memory, next to the floor alone
 
 # Rows and not tokens count alike in the methods of sequences; the sum of a row counts in three.
 BY_SEQUENCE = {"apc", "fiberpo", "fiberpo_domain", "gmpo", "gspo", "gspo_token", "sapo", "step_gspo", "two_scale"}
@@ -30,6 +31,7 @@ SPREAD = {"apc": 0.125} | dict.fromkeys(
     ("a_lol", "gspo", "gspo_token", "luspo", "p3o", "step_gspo", "topr", "vespo"), 0.01
 )
 GOALS = {"eager": slower_by(10), "verl": slower_by(10)}
+SHORT_GOALS = {False: at_most_floors(6), True: at_most_floors(15)}  # by whether the gate has levels
 
 
 def presets() -> dict[str, RatioGate]:
@@ -159,7 +161,8 @@ def case(name: str, kind: str, *, rows: int, length: int, full: bool, backend: s
     makers = {"kl_cov": peers.with_penalty_mask, "clip_cov": peers.with_token_mask}
     eager = peers.eager(name, data, makers[name] if makes else None)
     # The eager formula of clip_cov draws other tokens; there is none without an old policy, whose statistics it logs.
-    others = [] if on_policy else [Contestant("eager", eager, GOALS["eager"], alike=title != "clip_cov" + MADE)]
+    alone = on_policy or kind == SHORT
+    others = [] if alone else [Contestant("eager", eager, GOALS["eager"], alike=title != "clip_cov" + MADE)]
     if title in peers.VERL and available("verl"):
         peer = peers.VERL[title]
         others.append(Contestant("verl", peers.verl(peer, data, mode_of(name)), GOALS["verl"], peer.alike))
@@ -184,20 +187,33 @@ def case(name: str, kind: str, *, rows: int, length: int, full: bool, backend: s
         flops_per_unit=STATISTICS + TOKEN_GATE,
         ours=[
             Contestant("hpo_core", differentiated(data.logp, call), tolerance=2e-6),
-            Contestant("hpo_core, no autograd", without_autograd, tolerance=2e-6),
+            Contestant(
+                "hpo_core, no autograd",
+                without_autograd,
+                SHORT_GOALS[bool(gate.levels)] if kind == SHORT else None,
+                tolerance=2e-6,
+            ),
         ],
         peers=others,
         floor=floor,
         truth=None if full else lambda: truth(gate, data, batch, made(data.logp)),
+        cold=kind == SHORT,
     )
 
 
 def plans(quick: bool) -> list[Plan]:
-    sizes = {"rows": 512, "length": 2048}, {"rows": 64, "length": 132}
+    long = {"rows": 512, "length": 2048}, {"rows": 64, "length": 132}
+    short = {"rows": 50_000, "length": 21}, {"rows": 64, "length": 21}
     every = [(name, "") for name in PRESETS]
     every += [("clip_cov", MADE), ("kl_cov", MADE), ("reinforce", ON_POLICY)]
+    every += [(name, SHORT) for name in PRESETS]
     return [
-        Plan(f"presets: {name}{kind}", functools.partial(case, name, kind), *sizes, seconds=2.0)
+        Plan(
+            f"presets: {name}{kind}",
+            functools.partial(case, name, kind),
+            *(short if kind == SHORT else long),
+            seconds=2.0,
+        )
         for name, kind in ([("dppo_kl", "")] if quick else every)
     ]
 

@@ -14,6 +14,7 @@ from typing import Any
 from gpu_tables import table
 from report import digits
 
+SHORT = ", short rows, "  # in the names of cases
 TABLES = {
     "token_logprobs": ("eager", "torch.compile", "TRL", "verl", "verl, entropy in chunks"),
     "linear_token_logprobs": (
@@ -42,6 +43,7 @@ def of_op(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> str:
 
 def presets(rows: list[dict[str, Any]]) -> str:
     """Milliseconds of hpo_core with autograd and without, and how many times slower eager PyTorch and verl are."""
+    rows = [row for row in rows if SHORT not in row["case"]]
     lines = []
     for case, group in itertools.groupby(sorted(rows, key=lambda row: str(row["case"])), key=lambda row: row["case"]):
         found = {row["contestant"]: row for row in group}
@@ -53,10 +55,22 @@ def presets(rows: list[dict[str, Any]]) -> str:
     return table(("preset", "ms", "ms without autograd", "eager", "verl"), lines)
 
 
+def short_rows(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds of hpo_core without autograd and floors, of short rows that come from memory."""
+    ours = [row for row in rows if SHORT in row["case"] and row["contestant"] == "hpo_core, no autograd"]
+    return table(
+        ("preset", "ms", "floors", "goal"),
+        [
+            (row["case"].partition(",")[0], digits(row["milliseconds"]), digits(row["to_floor"]), row["goal"])
+            for row in sorted(ours, key=lambda row: float(row["to_floor"]))
+        ],
+    )
+
+
 if __name__ == "__main__":
     every = [row for path in sys.argv[1:] for row in json.loads(Path(path).read_text())["rows"]]
     for op, peers in TABLES.items():
         if rows := [row for row in every if row["op"] == op]:
             print(f"{of_op(rows, peers)}\n")
     if rows := [row for row in every if row["op"] == "preset"]:
-        print(presets(rows))
+        print(f"{presets(rows)}\n\n{short_rows(rows)}")

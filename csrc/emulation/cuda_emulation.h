@@ -5,7 +5,9 @@
 // bounds, a deadlock or an impossible launch throws an exception that names the kernel, block, thread and line; shared
 // memory starts as NaN. A cooperative launch holds three quarters of HPO_EMULATION_PROCESSORS blocks (4), because other
 // kernels may run beside it. A misaligned access fails, and so does a read of a word that another block writes in the launch,
-// unless fences or a grid barrier make the value visible (memory_model.h). Not emulated: the memory model inside a block.
+// unless fences or a grid barrier make the value visible (memory_model.h). HPO_EMULATION_REFUSED=n: the launch with n others
+// before it in its call does nothing and leaves an error, as one for which a GPU lacks resources. Not emulated: the memory
+// model inside a block.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -88,6 +90,7 @@ const char* instance() {
 template <class... Parameters, class... Arguments>
 void launch(const char* name, bool together, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic_bytes,
             cudaStream_t, Arguments&&... arguments) {
+  if (refuses_launch()) return;
   std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
   auto call = [&] { std::apply(kernel, values); };
   run_kernel(
@@ -112,6 +115,7 @@ inline unsigned ballot(unsigned mask, bool predicate, Site site) {
 
 #define HPO_LAUNCH_AS(together, kernel, grid, block, dynamic_shared_bytes, stream, ...)                            \
   do {                                                                                                             \
+    if (!::hpo::all_launched()) break;                                                                             \
     static ::hpo::LaunchCounter hpo_launch_counter(#kernel, ::hpo::emulation::instance<kernel>());                 \
     hpo_launch_counter.add();                                                                                      \
     ::hpo::emulation::launch(#kernel, together, kernel, grid, block, dynamic_shared_bytes, stream, ##__VA_ARGS__); \

@@ -46,6 +46,10 @@ enum class WarpOperation { kSync, kShuffle, kBallot };
 // wrong; the next launch starts afresh.
 void run_kernel(const char* name, dim3 grid, dim3 block, size_t dynamic_bytes, bool together, void (*call)(void*),
                 void* closure);
+// Whether HPO_EMULATION_REFUSED names the place of this launch in its call.
+bool refuses_launch();
+bool has_refused_launch();  // in the call so far
+void end_call();
 // Multiprocessors of the device. Each holds one block of a cooperative launch, but a quarter are taken by other kernels.
 int processors();
 

@@ -121,11 +121,19 @@ void __stcs(T* address, T value) {
 }
 
 using cudaStream_t = struct CUstream_st*;
-enum cudaError_t { cudaSuccess = 0 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrL2CacheSize = 38 };
 
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }  // a failed launch throws
-inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+// A launch that fails by itself throws.
+inline cudaError_t cudaPeekAtLastError() { return hpo::emulation::has_refused_launch() ? cudaErrorLaunchFailure : cudaSuccess; }
+inline cudaError_t cudaGetLastError() {
+  const cudaError_t error = cudaPeekAtLastError();
+  hpo::emulation::end_call();
+  return error;
+}
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "HPO_EMULATION_REFUSED refuses this launch";
+}
 inline cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaStream_t = nullptr) {
   std::memset(address, value, bytes);
   return cudaSuccess;

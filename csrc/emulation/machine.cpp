@@ -7,7 +7,9 @@ namespace hpo::emulation {
 
 namespace {
 Machine machine;
-}
+int launches_of_call = 0;  // counted where HPO_EMULATION_REFUSED is set
+bool refused = false;
+}  // namespace
 
 void Machine::run_threads() {
   for (;;) {
@@ -26,6 +28,15 @@ void run_kernel(const char* name, dim3 grid, dim3 block, size_t dynamic_bytes, b
                 void* closure) {
   machine.launch(name, grid, block, dynamic_bytes, together, call, closure);
 }
+bool refuses_launch() {
+  const char* place = std::getenv("HPO_EMULATION_REFUSED");
+  const bool refuses = place && launches_of_call++ == std::atoi(place);
+  refused |= refuses;
+  return refuses;
+}
+bool has_refused_launch() { return refused; }
+void end_call() { launches_of_call = 0, refused = false; }
+
 int processors() {
   const char* variable = std::getenv("HPO_EMULATION_PROCESSORS");
   return variable ? std::atoi(variable) : 4;

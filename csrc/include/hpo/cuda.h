@@ -30,14 +30,9 @@
 
 namespace hpo {
 
-// Whether every launch of the call so far was taken. Behind one that failed no other starts: it would follow indices that
-// nothing has written. The call's cudaGetLastError reports the failure.
-inline bool all_launched() { return cudaPeekAtLastError() == cudaSuccess; }
-
 template <class... Parameters, class... Arguments>
 void launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t dynamic_shared_bytes, cudaStream_t stream,
                      Arguments&&... arguments) {
-  if (!all_launched()) return;
   cudaLaunchAttribute together{};
   together.id = cudaLaunchAttributeCooperative;
   together.val.cooperative = 1;
@@ -85,14 +80,16 @@ __device__ __forceinline__ T load_relaxed(const T* address) {
 
 }  // namespace hpo
 
-#define HPO_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, ...)                                 \
-  do {                                                                                                     \
-    static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                                               \
-    hpo_launch_counter.add();                                                                              \
-    if (::hpo::all_launched()) kernel<<<(grid), (block), (dynamic_shared_bytes), (stream)>>>(__VA_ARGS__); \
+#define HPO_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, ...)      \
+  do {                                                                          \
+    if (!::hpo::all_launched()) break;                                          \
+    static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                    \
+    hpo_launch_counter.add();                                                   \
+    kernel<<<(grid), (block), (dynamic_shared_bytes), (stream)>>>(__VA_ARGS__); \
   } while (0)
 #define HPO_LAUNCH_TOGETHER(kernel, grid, block, dynamic_shared_bytes, stream, ...)           \
   do {                                                                                        \
+    if (!::hpo::all_launched()) break;                                                        \
     static ::hpo::LaunchCounter hpo_launch_counter(#kernel);                                  \
     hpo_launch_counter.add();                                                                 \
     ::hpo::launch_together(kernel, grid, block, dynamic_shared_bytes, stream, ##__VA_ARGS__); \
@@ -118,3 +115,11 @@ HPO_ATOMIC_64(atomicMax, long, long long)
 HPO_ATOMIC_64(atomicMax, unsigned long, unsigned long long)
 #undef HPO_ATOMIC_64
 #endif
+
+namespace hpo {
+
+// Whether every launch of the call so far was taken. Behind one that failed no other starts: it would follow indices that
+// nothing has written. The call's cudaGetLastError reports the failure.
+inline bool all_launched() { return cudaPeekAtLastError() == cudaSuccess; }
+
+}  // namespace hpo

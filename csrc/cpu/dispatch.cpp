@@ -123,20 +123,9 @@ int64_t hpo_order_statistics_workspace(int64_t tokens, int64_t segments) {
   return measure(&Kernels::order_statistics_workspace, tokens, segments);
 }
 
-#define HPO_CALL(kernel, Args) \
+#define HPO_CALL(kernel, Args, ...) \
   int hpo_##kernel(const hpo::Args* args, int64_t context) { return run(&Kernels::kernel, context, *args); }
-HPO_CALL(group_normalise, GroupNormaliseArgs)
-HPO_CALL(group_statistics, GroupStatisticsArgs)
-HPO_CALL(recurrence, RecurrenceArgs)
-HPO_CALL(window_score, WindowArgs)
-HPO_CALL(order_statistic, OrderStatisticArgs)
-HPO_CALL(select, SelectArgs)
-HPO_CALL(order_statistics, OrderStatisticsArgs)
-HPO_CALL(covariance, CovarianceArgs)
-HPO_CALL(row_counts, RowCountsArgs)
-HPO_CALL(row_spans, RowSpansArgs)
-HPO_CALL(token_logprobs, LogprobsArgs)
-HPO_CALL(token_logprobs_backward, LogprobsBackwardArgs)
+HPO_EACH_OP(HPO_CALL)
 
 int hpo_widen(const uint16_t* from, float* to, int64_t count, int64_t context) {
   return run(&Kernels::widen, context, from, to, count);

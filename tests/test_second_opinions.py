@@ -25,6 +25,7 @@ class Batch:
     def __init__(self, seed):
         draw = torch.Generator().manual_seed(seed)
         lengths = torch.randint(1, LENGTH + 1, (ROWS, 1), generator=draw)
+        lengths[seed % ROWS] = 0
         self.mask = torch.arange(LENGTH) < lengths
         self.old = (-torch.rand(ROWS, LENGTH, generator=draw) * 3 - 0.7).double()
         self.logp = self.old + 0.2 * torch.randn(ROWS, LENGTH, generator=draw)
@@ -89,21 +90,25 @@ SAME = {
     "dro": (gates.dro(0.3), TOKEN, {}, {"dro_beta": 0.3}, None),
     "gpg": (gates.reinforce(), TOKEN, {}, {}, None),
 }  # fmt: skip
-WITHOUT_WEIGHTS = {"geo_mean", "kl_cov"}  # verl multiplies by their geometric mean, and the penalty too
+WITHOUT_WEIGHTS = {"geo_mean", "kl_cov"}  # one takes their geometric mean, the other weighs the penalty
+BY_ALL_ROWS = {"geo_mean"}  # verl divides by the number of rows, empty ones too
 
 
 @pytest.mark.usefixtures("at_length")
 @pytest.mark.parametrize("name", SAME)
 def test_verl_agrees(name, backend):
     gate, mode, config, policy, given = SAME[name]
-    weights = aggregation.token_mean if mode == TOKEN else aggregation.seq_mean_token_mean
     weighted = (False,) if name in WITHOUT_WEIGHTS else (False, True)
     for seed, is_weighted in itertools.product(few(backend, range(4)), weighted):
         batch = Batch(seed)
         is_weights = batch.is_weights if is_weighted else None
         loss, grad = of_verl(name, batch, mode, config, policy, is_weights)
         padded = hpo.PackedBatch.from_padded(batch.mask)
-        keywords = {"token_weight": is_weights, "weights": weights(padded), **(given(batch) if given else {})}
+        if mode == TOKEN:
+            weights = aggregation.token_mean(padded)
+        else:
+            weights = aggregation.seq_mean_token_mean(padded, total=ROWS if name in BY_ALL_ROWS else None)
+        keywords = {"token_weight": is_weights, "weights": weights, **(given(batch) if given else {})}
         for engine, dtype, near in (("reference", torch.float64, 2e-7), (backend, torch.float32, 3e-6)):
             cast = {
                 key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -119,6 +124,6 @@ def test_verl_agrees(name, backend):
 
 
 def test_every_loss_of_verl_is_compared_or_explained():
-    """bypass_mode chooses among the others by rollout corrections."""
+    """bypass_mode corrects for the sampler, and then is vanilla or REINFORCE."""
     names = {name for name in core_algos.POLICY_LOSS_REGISTRY if not name.startswith("hpo_")}
     assert names - set(SAME) == {"bypass_mode"}

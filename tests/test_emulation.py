@@ -34,7 +34,7 @@ def address(array):
 
 
 def in_every_order(monkeypatch, run):
-    """The result of `run`, which must have the same bits in every order of blocks and threads."""
+    """The arrays that `run` returns, which must have the same bits in every order of blocks and threads."""
     results = []
     for order in ORDERS:
         monkeypatch.setenv("HPO_EMULATION_ORDER", order)
@@ -190,8 +190,8 @@ def test_a_race_changes_the_result_with_the_order(monkeypatch, bug):
     assert outcomes["forward"] != outcomes["reverse"]
 
 
-# The accesses that a GPU may answer with an old value, or not at all, in every order. Blocks and lines depend on the
-# order.
+# The accesses that a GPU may answer with an old value, or refuses, and a part of the message for each. The emulation
+# finds them in every order; the block and the line that it names depend on the order.
 UNORDERED = {
     "missing_grid_barrier": "reads what block",
     "missing_second_grid_barrier": "reads what block",
@@ -342,7 +342,8 @@ def test_launches_are_counted_by_kernel():
 
 @pytest.mark.long
 def test_sanitizers_understand_the_fibers(tmp_path):
-    """The tests of this file pass with an instrumented emulation, and a sanitizer places a bug that only it can."""
+    """The tests of this file pass with an instrumented emulation, and a sanitizer names the access that writes past the
+    end of an array, of which the emulation names the array."""
     for name in ("setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("csrc/include", "csrc/emulation"):
@@ -365,9 +366,8 @@ def test_sanitizers_understand_the_fibers(tmp_path):
         command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "-k", selection, __file__]
         return subprocess.run(command, cwd=tmp_path, env=instrumented, capture_output=True, text=True)
 
-    everything = run(
-        "not raw_overflow and not unordered and not sanitizers and not nvcc"
-    )  # kernels have no other hooks there
+    # This build has the hooks of the sanitizers in place of those that find unordered accesses.
+    everything = run("not raw_overflow and not unordered and not sanitizers and not nvcc")
     assert everything.returncode == 0, everything.stdout + everything.stderr
     overflow = run("raw_overflow and forward")
     assert "ERROR: AddressSanitizer: use-after-poison" in overflow.stderr
@@ -375,9 +375,10 @@ def test_sanitizers_understand_the_fibers(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_nvcc_compiles_the_same_source(tmp_path):
+@pytest.mark.parametrize("name", ["selftest", "selftest_memory"])
+def test_nvcc_compiles_the_same_source(tmp_path, name):
     """Source that the emulation accepts must be CUDA."""
-    source, target = ROOT / "csrc/emulation/selftest.cu", tmp_path / "selftest.o"
+    source, target = ROOT / f"csrc/emulation/{name}.cu", tmp_path / f"{name}.o"
     command = ["nvcc", "-std=c++17", "-arch=sm_90", f"-I{ROOT / 'csrc/include'}", "-c", source, "-o", target]
     subprocess.run(command, check=True)
     assert target.stat().st_size > 0

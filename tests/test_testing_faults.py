@@ -263,6 +263,21 @@ def test_what_a_kernel_returns_instead_is_named(kernel, op, detail):
     assert verdict.kept is False and re.search(detail, verdict.detail), verdict.detail
 
 
+TIES = "ties: a ratio exactly at its bound passes the gradient"
+CLIPPED = (hpo.gates.ppo_clip(), hpo.gates.gspo(), hpo.gates.step_gspo(), hpo.gates.fiberpo(), hpo.gates.gmpo())
+
+
+@pytest.mark.parametrize("gate", CLIPPED, ids=lambda gate: gate.name)
+def test_a_tie_with_a_bound_is_tried_wherever_a_gate_has_a_clip(gate):
+    """Clips of tokens, of the mean of a trajectory or a step, of a residual, and before an aggregate."""
+
+    def without_tied(logp, old_logp, advantages, batch, *, gate, weights):
+        out = hpo.policy_loss_and_grad(logp, old_logp, advantages, batch, gate, weights=weights)
+        return out if gate in CLIPPED else out._replace(grad=torch.zeros_like(out.grad))
+
+    assert testing.check(without_tied, gate=gate, examples=EXAMPLES, only=[TIES]).broken == (TIES,)
+
+
 def test_a_score_at_the_threshold_is_selected_under_a_gate_whose_gradients_cancel():
     gate = RatioGate("tanh_budget", LogClip((-0.2, -0.2), (0.2, 0.2)), (Level(Tanh(0.1)),))
     (promise,) = (name for name in testing.promises() if name.startswith("ties: a score"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 
-from ..gates import Clip, FirstOrder, Head, Penalty, Unit
+from ..gates import Clip, FirstOrder, Head, LogClip, Penalty, Unit
 from .budget import UNIT, Expected, agrees, assert_within_budget
 from .examples import PolicyLossExample
 from .expected import Outcome, exact_gradient, expect_policy_loss
@@ -49,7 +50,7 @@ def _(run: Run, example: PolicyLossExample) -> float:
 
 
 def _within_budget(what: str, got: torch.Tensor, expected: Expected) -> float:
-    """assert_within_budget, with the factor of a result that lacks nothing but a sign or a denominator."""
+    """assert_within_budget, whose message names the factor of a result that is the expected one times a number."""
     try:
         return assert_within_budget(what, got, expected)
     except AssertionError as error:
@@ -70,7 +71,7 @@ def _(run: Run, example: PolicyLossExample) -> None:
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            _same_outcome(run(example), first, f"in a second run on {number} threads")
+            _same_outcome(run(example), first, f"in another run, under set_num_threads({number})")
     finally:
         torch.set_num_threads(threads)
 
@@ -125,7 +126,8 @@ def _(run: Run, example: PolicyLossExample) -> None:
         dirty = run(example.poisoned(poison))
         _same_outcome(dirty, clean, f"with {poison} at masked positions")
         if dirty.grad is not None:
-            same("the gradient at masked positions", dirty.grad[hole], torch.zeros_like(dirty.grad[hole]), "")
+            zeros = torch.zeros_like(dirty.grad[hole])
+            same("the gradient at masked positions", dirty.grad[hole], zeros, f"with {poison} there")
 
 
 @promise("policy_loss", NOTHING_VALID)
@@ -137,12 +139,16 @@ def _(run: Run, example: PolicyLossExample) -> None:
 
 
 def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Tensor] | None:
-    """The example with ``logp == old_logp``, and -w A where the reference has a gradient; None if not promised."""
+    """The example with ``logp == old_logp``, and -w A where the reference has a gradient, else 0.
+
+    None if advantages of tokens differ on segments whose mean is promised; Inapplicable if the gate promises another
+    gradient.
+    """
     example = example.without("kl", "ref_logp", "token_weight")
     of_gate = example.gate_inputs
     if of_gate.token_weight is not None:
         of_gate = of_gate._replace(token_weight=torch.ones_like(of_gate.token_weight))
-    if example.gate.head is Head.TARGET:  # the one on the advantage's side of 1
+    if example.gate.head is Head.TARGET:  # -w A is promised where the target lies on the advantage's side of 1
         of_gate = of_gate._replace(target=1 + example.advantages.sign() / 2)
     if "gate_inputs" in example.keywords:
         example = example.given(gate_inputs=of_gate)
@@ -189,15 +195,20 @@ def _(run: Run, example: PolicyLossExample) -> float | None:
     return _first_order(run, example, "on-policy")
 
 
+def _tied(part: Any) -> Any:
+    """A clip whose bounds are the ratio 1, which is every ratio on-policy; another part of a gate as it is."""
+    if isinstance(part, Clip):
+        return Clip((1.0, 1.0), (1.0, 1.0))
+    return LogClip((0.0, 0.0), (0.0, 0.0)) if isinstance(part, LogClip) else part
+
+
 @promise("policy_loss", "ties: a ratio exactly at its bound passes the gradient", "gate", GRADIENT)
 def _(run: Run, example: PolicyLossExample) -> float | None:
-    gate, tie = example.gate, Clip((1.0, 1.0), (1.0, 1.0))
-    if isinstance(gate.token, Clip):
-        gate = dataclasses.replace(gate, token=tie, needs=())
-    elif gate.level is not None and isinstance(gate.level.gate, Clip):
-        gate = dataclasses.replace(gate, levels=(dataclasses.replace(gate.level, gate=tie),))
-    else:
-        raise Inapplicable("the gate has no bounds")
+    gate = example.gate
+    levels = tuple(dataclasses.replace(level, gate=_tied(level.gate)) for level in gate.levels)
+    gate = dataclasses.replace(gate, token=_tied(gate.token), levels=levels, pre=_tied(gate.pre), needs=())
+    if gate == dataclasses.replace(example.gate, needs=()):
+        raise Inapplicable("the gate has no clip")
     tied, kept = example._replace(gate=gate).without("gate_inputs"), example.gate_inputs._replace(bounds=None)
     if any(each is not None for each in kept):  # bounds per token would replace the tie
         tied = tied.given(gate_inputs=kept)

@@ -510,6 +510,19 @@ def test_wrong_arguments_are_refused(call, message):
         call(torch.rand(5), hpo.PackedBatch.from_lengths([3, 2]))
 
 
+@pytest.mark.parametrize(
+    ("scope_of_segment", "scopes", "message"),
+    [
+        (None, 3, r"scopes: expected 2 \(one per segment, as scope_of_segment is None\), got 3"),
+        (torch.tensor([0, 0]), -1, "scopes: expected a count of at least 0, got -1"),
+    ],
+)
+def test_a_wrong_number_of_scopes_is_refused_by_its_reason(scope_of_segment, scopes, message):
+    values, segments = torch.rand(5), torch.tensor([0, 3, 5])
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        torch.ops.hpo_core.order_statistics(values, segments, scope_of_segment, scopes, 1, 2, 0, None, "")
+
+
 def test_more_values_than_kernels_can_count_are_refused():
     values, offsets = torch.empty(2**31, device="meta"), torch.tensor([0, 2**31], device="meta")
     one = torch.ones(1, dtype=torch.int64, device="meta")
@@ -518,5 +531,5 @@ def test_more_values_than_kernels_can_count_are_refused():
         lambda: ops.select_exact(values, offsets, None, one, None, None, None),
     )
     for call in calls:
-        with pytest.raises(ValueError, match=r"^values: expected fewer than 2\^31, .*, got 2147483648; make several"):
+        with pytest.raises(ValueError, match=r"^values: expected fewer than 2\^31 tokens, .*, got 2147483648; make"):
             call()

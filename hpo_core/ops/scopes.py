@@ -1,4 +1,4 @@
-"""Order statistics of scopes, which are sets of segments, and selections of exactly k values in each."""
+"""Order statistics of scopes, which are lists of segments, and selections of the k largest values of each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _TOKENS_OF_SEGMENT = 4096
 
 
 def segments_of_call(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Offsets ``[N + 1]`` of segments of one length, which hold the tokens of all rows in their order. Blocks and
-    threads share them: short rows would be visited one by one, and a long one would be waited for."""
+    """Offsets ``[N + 1]`` of segments of one length, which hold the tokens of all rows in their order.
+
+    They are for a scope of all tokens, whose segments blocks and threads share. With rows as segments short rows would
+    be visited one by one, and all would wait for the thread that has a long row.
+    """
     begin = torch.arange(0, tokens + _TOKENS_OF_SEGMENT, _TOKENS_OF_SEGMENT, device=cu_seqlens.device)
     return begin.clamp(cu_seqlens[0], cu_seqlens[-1])
 
@@ -35,19 +38,18 @@ def _check_scopes(
     of_segments = (segments.shape[0] - 1,)
     check_operand("scope_of_segment", scope_of_segment, of_segments, (torch.int64,), ("values", values), "segments")
     check_operand("mask", mask, values.shape, (torch.bool,), ("values", values))
-    check(
-        scopes >= 0 if scope_of_segment is not None else scopes == of_segments[0],
-        "scopes: expected {} (one per segment, as scope_of_segment is None), got {}",
-        of_segments[0],
-        scopes,
-    )
+    if scope_of_segment is not None:
+        check(scopes >= 0, "scopes: expected a count of at least 0, got {}", scopes)
+    else:
+        reason = "one per segment, as scope_of_segment is None"
+        check(scopes == of_segments[0], f"scopes: expected {{}} ({reason}), got {{}}", of_segments[0], scopes)
 
 
 def _check_values(values: torch.Tensor) -> None:
     check(
         values.numel() < 2**31,
-        "values: expected fewer than 2^31, because kernels count the equal ones of a scope in 32 bits, got {}; make "
-        "several calls",
+        "values: expected fewer than 2^31 tokens, because kernels count the equal values of a scope in 32 bits, got "
+        "{}; make several calls",
         values.numel(),
     )
 
@@ -99,10 +101,11 @@ def order_statistics(
     mask: torch.Tensor | None,
     backend: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order statistic of the values of each scope, or for ``LINEAR`` the interpolation between two of them.
+    """The order statistic of the finite values of each scope, or for ``LINEAR`` the interpolation between two of them.
 
     ``segments``: offsets ``[N + 1]``; ``scope_of_segment``: ``[N]`` numbers in ``[0, scopes)``, others mean none. None:
-    each segment is a scope. Returns the thresholds ``[C]`` and ``[C, 2]``: the population and the errors.
+    each segment is a scope. Returns the thresholds ``[C]`` and ``[C, 2]``: the numbers of finite values and of errors,
+    which are NaN and +inf.
     """
     _check_values(values)
     run = resolve("scopes", values, backend).order_statistics
@@ -119,7 +122,7 @@ def interpolated(
     low: torch.Tensor, high: torch.Tensor, population: torch.Tensor, numerator: int, denominator: int
 ) -> torch.Tensor:
     """The value at the position ``numerator (n - 1) / denominator`` between its floor ``low`` and its ceiling ``high``;
-    each ``[C]``. The position is exact, the value is rounded once."""
+    each ``[C]``. The position is exact, the value is computed in float64."""
     remainder = (numerator * (population - 1).clamp(min=0)) % denominator
     share = remainder.double() / denominator
     return (low.double() + (high.double() - low.double()) * share).to(low.dtype)
@@ -149,8 +152,8 @@ def select_exact(
     mask: torch.Tensor | None,
     backend: str | None,
 ) -> torch.Tensor:
-    """The ``k[c]`` largest values of scope c, bool ``[T]``; of equal values those with the smallest (uid of the
-    segment, segment, position).
+    """The ``k[c]`` largest finite values of scope c, or all of them where there are fewer, bool ``[T]``; of equal
+    values those with the smallest (uid of the segment, segment, position).
 
     ``segments``, ``scope_of_segment``: see :func:`order_statistics`; ``k``: ``[C]``; ``uid_of_segment``: ``[N]``,
     default: the order of the segments.

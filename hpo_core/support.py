@@ -32,7 +32,8 @@ _FEW = 1024  # greatest logits of a row that are tried first: most supports lie 
 
 
 def is_held(number: Any) -> Any:
-    """Whether this is a number above 0 with all digits of float32; elementwise of a tensor."""
+    """Whether this is a finite number above 0 that float32 holds with all its digits, which subnormal numbers lack;
+    elementwise of a tensor."""
     return (number >= _OF_FLOAT32.tiny) & (number <= _OF_FLOAT32.max)
 
 
@@ -46,7 +47,8 @@ class Setting(NamedTuple):
     is_off: Callable[[Any], Any] = lambda _: False  # of a number, or elementwise of a tensor
 
     def of_rows(self, value: Any, shape: Sequence[int], device: torch.device, whose: str, exact: bool) -> Any:
-        """The value with its type, shape and device checked; ``exact``: in float64."""
+        """The value after checks of its type, shape and device. A tensor gets int64 for counts, else float64 if
+        ``exact`` and float32 if not."""
         name, is_count = self.name, self.kind is Integral
         if not isinstance(value, torch.Tensor):
             require_type(
@@ -61,12 +63,12 @@ class Setting(NamedTuple):
         value = examined(name, value)
         if is_count:
             check_dtype(name, value, INTEGERS, "counts are integers")
-        one = ""
+        fix = ""
         if value.dim() == 0:
-            one = f"one number for all is {name}.item(), or {name}.expand({list(shape)})"
+            fix = f"one number for all is {name}.item(), or {name}.expand({list(shape)})"
         elif len(shape) == 2 and value.numel() == shape[0]:
-            one = f"one for each response is {name}.reshape(-1, 1).expand({list(shape)})"
-        check_of_rows(name, value, shape, device, whose, is_count, one)
+            fix = f"one for each response is {name}.reshape(-1, 1).expand({list(shape)})"
+        check_of_rows(name, value, shape, device, whose, is_count, fix)
         return value.to(torch.int64 if is_count else torch.float64 if exact else torch.float32)
 
     def check_values(self, value: Any, unread: torch.Tensor | None = None) -> None:
@@ -180,15 +182,16 @@ def support_floor(
         logits: ``[..., V]`` float32, bfloat16, float16 or float64, of any strides.
         temperature: as in :func:`~hpo_core.token_logprobs`, a number or ``[...]``, one for each row of logits.
         top_k: an integer, or ``[...]`` int64 or int32. None, 0 and -1 are off, and so is V or more.
-        top_p: a number above 0, or ``[...]`` floating point. None and 1 are off.
+        top_p: a number above 0 and up to 1, or ``[...]`` floating point. None and 1 are off.
         min_p: a number from 0 to 1, or ``[...]`` floating point. None and 0 are off.
 
     Returns:
         ``[...]`` float32 (float64 for float64 logits), exactly a logit of the row, and a constant of the
         differentiation; -inf if every setting is None or a number that is off, and the least logit where others, such
         as ``top_k=V``, leave every token; NaN where the row holds NaN or +inf, or -inf only, unless all are off. Rows
-        are processed 2^22 logits at a time, in no more than 256 MiB, with probabilities in float64. ``min_p`` and an
-        integer ``top_k`` need no sort; the CPU sorts only rows with a support beyond their 1024 greatest logits.
+        are processed 2^22 logits at a time, in no more than 256 MiB (384 for float64), with probabilities in float64.
+        ``min_p`` and an integer ``top_k`` need no sort; the CPU sorts only rows with a support beyond their 1024
+        greatest logits.
 
     Raises:
         ValueError: a value is not allowed. A tensor on a GPU is not read: such a value makes its floor NaN.
@@ -229,7 +232,7 @@ def _support_floor(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
         for setting, each, number in _given(arguments)
         if each is not None or not setting.is_off(number)
     }
-    if len(settings) == 1:
+    if len(settings) == 1:  # the temperature alone leaves every token
         return floors
     rows, flat, count = logits[None], floors.view(-1), max(1, _CHUNK // logits.shape[-1])
     for begin in range(0, flat.numel(), count):
@@ -269,7 +272,7 @@ register(
 
 
 def _places(at: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """The index in each dimension of these flat indices. (``torch.unravel_index`` takes two seconds for imports.)"""
+    """The index in each dimension of these flat indices. (``torch.unravel_index`` imports SymPy, for a second.)"""
     places: list[torch.Tensor] = []
     for size in reversed(shape):
         places, at = [at % size, *places], at // size
@@ -298,10 +301,10 @@ def _floors(logits: torch.Tensor, settings: dict[Setting, Any]) -> torch.Tensor:
 def _floors_among(
     logits: torch.Tensor, greatest: torch.Tensor, settings: dict[Setting, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The floors from the greatest logits ``[R, K]``, and whether these hold the whole support ``[R, 1]``.
+    """The floors ``[R]`` from the greatest logits ``[R, K]``, and whether these hold the whole support ``[R, 1]``.
 
-    The logits are in descending order, except for an integer ``top_k`` and for min-p alone. The second result is unused
-    for an integer ``top_k``.
+    The greatest logits are in descending order, except for min-p alone, which needs no order. The second result counts
+    only where there are other logits which no integer ``top_k`` rules out.
     """
     temperature, top_k, top_p = settings[_TEMPERATURE], settings.get(_TOP_K), settings.get(_TOP_P)
     top, count = greatest.amax(-1, keepdim=True), greatest.shape[-1]
@@ -319,7 +322,7 @@ def _floors_among(
     left, weights = left_by_top_k(greatest)
     if top_p is not None:
         total = left_by_top_k(logits)[1].sum(-1, keepdim=True)
-        # PyTorch's scan of floats on a GPU keeps its order where there are several rows, and not in a single one.
+        # On a GPU PyTorch adds floats in a fixed order where it scans several rows, but in none that is fixed for one.
         left &= (weights.cumsum(-1) - weights < top_p * total) | _TOP_P.is_off(top_p)
     least = torch.where(left, greatest, math.inf).amin(-1)
     is_enough = ~left[:, -1:] & (True if top_k is None else top_k <= count)
@@ -329,9 +332,9 @@ def _floors_among(
 def among_ids(logits: torch.Tensor, targets: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits of these ids ``[..., K]``, and the index of the targets among them.
 
-    The logits ``[..., K + 1]`` are in ascending order of ids. An id that repeats gets -inf, and so does the last
+    The logits ``[..., K + 1]`` are in ascending order of ids. A repetition of an id gets -inf, and so does the last
     element, which stands for every other token. An id outside the vocabulary makes NaN, except -1, which is padding.
-    The index of a target outside the vocabulary is -1.
+    The index of a target that is none of the ids is K, that of a target outside the vocabulary -1.
     """
     vocabulary, ids = logits.shape[-1], ids.sort().values
     is_new = torch.nn.functional.pad(ids[..., 1:] != ids[..., :-1], (1, 0), value=True)

@@ -25,8 +25,8 @@ constexpr int64_t kMostWorkers = 64;  // each has its own keys; results do not d
 
 constexpr int64_t kSampled = 8192;  // fewer scores are searched without a sample
 constexpr int64_t kLeastSample = 1024, kMostSample = 16384;
-constexpr int64_t kShare = 256;  // a larger share takes longer to draw than it saves by a narrower bracket
-constexpr double kDeviations = 3;  // of the sample's rank, on each side of the sought rank: one bracket in 400 misses
+constexpr int64_t kShare = 256;  // one score of so many is drawn: more take longer to draw than a narrower bracket saves
+constexpr double kDeviations = 3;  // standard deviations on each side of the sample's rank: one bracket in 400 misses
 
 // The keys and counts of one worker for its part of the scores.
 struct Worker {
@@ -88,7 +88,7 @@ inline int64_t keep_few(const float* scores, uint64_t belong, uint32_t first, ui
 }
 #endif
 
-// Keeps the keys in the range of at most kPart scores, and counts the scores below it.
+// Keeps those keys of at most kPart scores that are in the range, and counts the scores below it.
 template <bool kMark>
 PassCounts keep_scores(const float* scores, int64_t n, KeyRange range, uint32_t* kept, const Marks& marks) {
   PassCounts counts = {0, 0, true};
@@ -194,7 +194,7 @@ KeyRange bracket(const OrderStatisticArgs& args, const Scores& scores, int threa
 
 // ----------------------------------------------------------------------------------------------------------- selection
 
-// Writes which of at most kPart scores are at or above the threshold, and returns whether all of them are finite.
+// Writes which of at most kPart scores are at or above the threshold (kStrict: above it), and returns whether all are finite.
 template <bool kStrict>
 bool compare(const float* __restrict score, int64_t n, float threshold, uint8_t* __restrict selected) {
   bool finite = true;

@@ -4,7 +4,7 @@
 
 namespace hpo::HPO_ISA {
 
-// Sums of s = logp - ref_logp; leaves s in tile.ratio.
+// Adds the statistics of s = logp - ref_logp, saturated, to the metrics, and leaves s in tile.ratio.
 inline void add_reference_statistics(const float* __restrict logp, const float* __restrict ref_logp, int n, Tile& tile,
                                      Partial& partial) {
   for (int i = 0; i < n; ++i) tile.ratio[i] = keep_if(tile.kind[i] != kAbsent, log_ratio(logp[i], ref_logp[i]).x);
@@ -23,8 +23,9 @@ inline void add_reference_statistics(const float* __restrict logp, const float* 
   k3_sum.add_to(partial.sums[kK3]);
 }
 
-// Adds w c beta k(s) to the gradient and the sums, and c beta k(s) to the loss of each token where that is wanted; s is in
-// tile.ratio. A token that pays nothing gets zeros by selection: its own value and slope may be infinite.
+// The penalty of a token is w c beta k(s), with w the weight of its row, c its kl_weight, and s in tile.ratio. Adds it to the
+// sums, its derivative to the gradient, and it without w to token_loss, unless that is null. A token that pays nothing gets
+// zeros by selection: its own value and slope may be infinite.
 inline void add_penalty(const Call& call, int64_t first, int n, const Segments& segments, Tile& tile, float* grad,
                         float* token_loss, Partial& partial) {
   const PolicyLossArgs& args = call.args;

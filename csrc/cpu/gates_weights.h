@@ -6,7 +6,7 @@
 
 namespace hpo::HPO_ISA {
 
-// Whether tokens have weights that are not 1.
+// Whether tokens may have weights other than 1.
 inline bool weighs_tokens(const PolicyLossArgs& args) { return args.token_weight || args.correction.second; }
 
 // The signs of advantages: by token, from the first of these arrays that is not null, or one for all tokens.
@@ -66,9 +66,9 @@ struct CorrectedWeights {
 
 constexpr RowFactor kNoFactor = {{1.0f, 1.0f}, true, false};
 
-// Writes the weights of the tokens [from, to) behind `begin`, with the factor of their row, if there is one, and that of their
-// own statistic. kAlike: their advantages have one sign. The function is not inline, so that the loops of gates keep their
-// numbers in registers.
+// Writes the weights of the tokens [from, to) behind `begin`: their token_weight, times the factor of their row unless `row` is
+// null, times under kOfTokens the factor of their own statistic. kAlike: their advantages have one sign. The function is not
+// inline, so that the loops of gates keep their numbers in registers.
 template <bool kOfTokens, bool kAlike>
 __attribute__((noinline)) void write_weights_of(const CorrectedWeights& of, const RowFactor* row, int64_t begin, int from,
                                                 int to, const Signs& signs, float* weights) {
@@ -89,12 +89,13 @@ __attribute__((noinline)) void write_weights_of(const CorrectedWeights& of, cons
       const Floats log_ratio = load(local.first) - load(local.second);
       weight += log_ratio - log_ratio;
     }
-    // A vector may begin before the tile's own tokens, whose weights alone are stored.
+    // A vector may begin before `from`; only the weights of the range's own tokens are stored.
     store_own<kWhole>(own, local.token_weight ? weight * load(local.token_weight) : weight, weights + i);
   });
 }
 
-// The weights of the tokens [from, to) behind `begin`, whose rows are these segments.
+// Writes the weights of the tokens [from, to) behind `begin`. Segments are read for corrections over rows only, and cover the
+// tokens that lie in a row.
 inline void write_weights(const PolicyLossArgs& args, int64_t begin, int from, int to, const Segment* segments, int count,
                           const Signs& signs, float* weights) {
   const CorrectedWeights of(args);
@@ -110,7 +111,7 @@ inline void write_weights(const PolicyLossArgs& args, int64_t begin, int from, i
 }
 
 // The factors of corrections over rows. A sweep computes those of a row that lies in one chunk right before it reads its
-// tokens again; those of other rows are computed before. Functions of corrections.cpp.
+// tokens again; those of other rows are computed before the sweep. The functions are in corrections.cpp.
 struct RowFactors {
   RowFactor* factors;  // [rows]
   uint8_t* workspace;
@@ -122,6 +123,8 @@ struct RowFactors {
 };
 
 inline bool corrects_rows(const PolicyLossArgs& args) { return args.correction.of_rows > 0; }
+
+// Compute the factors of this row, if it lies in one chunk; and of all rows of this chunk that do.
 void correct_row(const PolicyLossArgs& args, const Rows& rows, int64_t row);
 void correct_rows(const PolicyLossArgs& args, const Rows& rows, int64_t chunk);
 

@@ -5,8 +5,8 @@
 
 namespace hpo::HPO_ISA {
 
-// Calls step(i, part, own, present, s, whole) for every vector of the tokens [begin, end) behind the first, with their
-// log-ratios to the reference policy.
+// Calls step(i, part, own, present, s, whole) for every vector of the tokens [begin, end) behind the first, with s their
+// log-ratios to the reference policy, and end_run() as for_each_vector does.
 template <class Step, class EndRun>
 HPO_INLINE void for_each_reference(const PolicyLossArgs& args, int64_t first, int begin, int end, const Step& step,
                                    const EndRun& end_run) {
@@ -26,8 +26,8 @@ HPO_INLINE void for_each_reference(const PolicyLossArgs& args, int64_t first, in
 // The fast path takes log-ratios to the reference policy and weights of the penalty up to these sizes: no RunSum overflows.
 constexpr float kMostReference = 10.0f, kMostPenaltyWeight = 1e12f;
 
-// Whether this holds for the tokens [begin, end) behind the first; none is NaN then. The weight of a row without unmasked
-// tokens here must not choose the way of those beside it.
+// Whether this holds for the tokens [begin, end) behind the first; no log-ratio is NaN then. The weight does not count where
+// all tokens are masked: a row must not take the rows beside it off the fast path by tokens that are not there.
 inline bool is_ordinary_reference(const Call& call, int64_t first, int begin, int end, float weight) {
   const bool small = __builtin_fabsf(weight * float(call.numbers.kl_beta)) <= kMostPenaltyWeight;
   if (!small && masked_tokens(call.args.mask, first + begin, end - begin) != Masked::all) return false;

@@ -1,4 +1,4 @@
-// order_statistics. The definition is hpo_core/reference/scopes.py.
+// order_statistics, which also selects the k largest values of a scope. The definition is hpo_core/reference/scopes.py.
 #include "hpo/api/scopes.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kLeastSampled = 32, kMostSampled = 256;
 constexpr int64_t kMostParts = 64;  // of a scope that all threads share; results do not depend on their number
 
-// Some of the segments of a scope: the places [first, end) of the list, and their counts.
+// Some of the segments of a scope: the places [first, end) of the list, and counts of their values.
 struct Part {
   int64_t first, end;
   int64_t finite = 0, errors = 0, below = 0, kept = 0, greater = 0, ties = 0;
@@ -71,7 +71,8 @@ KeyRange bracket(const OrderStatisticsArgs& args, const Space& space, int64_t sc
   return {ends[0], ends[1] - ends[0]};
 }
 
-// Keeps the keys in the range of at most kPart values, and counts the finite ones, those below the range, and the errors.
+// Keeps those keys of at most kPart values that are in the range, and counts the finite values, those below the range, and the
+// errors.
 void keep_keys(const float* __restrict values, const uint8_t* __restrict mask, int64_t n, KeyRange range, uint32_t* kept,
                Part& part) {
   const KeyRange finite_range = finite_keys();
@@ -140,7 +141,8 @@ void mark_ties(const OrderStatisticsArgs& args, float threshold, const Part& par
   }
 }
 
-// Selects the `wanted` largest of a scope; among those equal to the least of them, the first in the order of the list.
+// Selects the `wanted` largest of a scope; among those equal to the least of them, the first in the order of the list. The
+// `ties` of a part are at first all of its values that are equal to it, then as many of these as the part selects.
 void select_largest(const OrderStatisticsArgs& args, Part* parts, int64_t count, uint32_t least, int64_t wanted, int threads) {
   const float threshold = from_order_key(least);
   parallel_for(count, threads, [&](int64_t p) { mark_above(args, threshold, parts[p]); });

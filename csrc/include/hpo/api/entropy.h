@@ -26,7 +26,7 @@ enum class OrderRule : int32_t { ceil = 0, floor = 1, nearest = 2, linear = 3 };
 
 struct OrderStatisticArgs {
   int64_t tokens, rows;
-  const float* values;  // [tokens]; the population: those of their scores that are neither -inf nor NaN
+  const float* values;  // [tokens]; the population: the finite ones of their scores
   // both null: the values are scores. Else the score of a token is its value; -inf outside rows and where masked; NaN where
   // the value is not finite
   const uint8_t* mask;        // [tokens] or null

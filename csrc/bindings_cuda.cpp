@@ -31,7 +31,8 @@ PYBIND11_MODULE(HPO_MODULE, m) {
     args.type = hpo::LogitType(type);
     return hpo_loss_from_logits_blocks(&args);
   });
-  // Returns whether the kernel was launched: not if rows are too long for the cache. levels: None without a term.
+  // Returns whether the kernel was launched: not without rows, and not if these are too long for the cache.
+  // levels: None without a term.
   m.def("loss_from_logits", [](const py::tuple& logit_rows, const PolicyLossSpec& spec, const Hierarchy* levels, int64_t tokens,
                                int64_t rows, const py::tuple& inputs, Address logp, Address entropy, Address grad,
                                int64_t grad_outer_stride, int64_t grad_inner_stride, int64_t context) {

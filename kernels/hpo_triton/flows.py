@@ -1,9 +1,10 @@
 """The gradient that flows through aggregates: from slots to segments, and from the segments above a leaf to its tokens,
-in steps of one kernel, with the sums of all programs of the sweep.
+in the steps of one kernel, of which the first also adds up the sums of the sweep's programs.
 
 Flows are added in double within a slot, in the order of its tokens, and above it in integers: fixed point below the
-largest exponent that arrives at a segment. So their bits depend on the segment only. Where nothing saturates every term
-is 0 and no gradient is touched: the on-policy promise.
+largest exponent that arrives at a segment. So their bits depend on the segment only. Where all gates have the slope 1
+every term is 0 and no gradient is touched: the on-policy promise of tokens with a gradient of their own. A token gate
+that drops its tokens has the slope 0.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ THROUGH = tl.constexpr(int(Routing.THROUGH))
 def add_flows(
     flows, tables, block, leaves, slots, ROUTINGS: tl.constexpr, DEPTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
+    """Adds the flows of a block of slots to the segments of their leaves."""
     slot = block * FLOWS + tl.arange(0, FLOWS).to(tl.int64)
     exists = slot < slots
     leaf = tl.load(tables.owner + slot, mask=exists, other=0)
@@ -55,15 +57,15 @@ def _aggregate_grad(tables, leaf, leaves, held, channel, SHAPE: tl.constexpr, DE
             at = segments + segment_of(ancestors, k, leaf, leaves, held) * FIELDS
             largest = tl.load(at + EXPONENT + channel, mask=held, other=0)
             fixed = tl.load(at + FLOW + channel, mask=held, other=0)
-            sum = from_fixed_below(fixed, largest)
+            flow = from_fixed_below(fixed, largest)
             for level in tl.static_range(DEPTH):
                 if SHAPE.divisors[k][level]:
                     at = segments + segment_of(ancestors, level, leaf, leaves, held) * FIELDS
                     size = tl.maximum(tl.load(at + VALID, mask=held, other=0), 1).to(tl.float64)
                     if SHAPE.aggregates[level] == LOG_MEAN_EXP:
                         size += tl.load(at + FIXED + channel, mask=held, other=0).to(tl.float64) / FIXED_POINT
-                    sum = sum / size
-            aggregate_grad += sum
+                    flow = flow / size
+            aggregate_grad += flow
     return aggregate_grad.to(tl.float32)
 
 
@@ -72,6 +74,7 @@ def _return_flows(
     inputs, tables, grad, pre, block, tokens, rows, leaves,
     READING: tl.constexpr, SHAPE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    """Adds the gradient that comes through aggregates to ``grad``, at the tokens of a block of slots."""
     slot = block * SLOTS + tl.arange(0, SLOTS).to(tl.int64)
     slots, leaf, of_row, held = slots_of_leaves(tables, slot, leaves, tokens, 4)
     rising = _aggregate_grad(tables, leaf, leaves, held, 0, SHAPE, DEPTH)
@@ -139,7 +142,7 @@ def _deliver_gradient(
         else:
             if STEP > FIRST:
                 wait_for_programs(state, programs)
-            if FIRST == LAST:  # a loop would hold more in registers
+            if FIRST == LAST:  # each program has one block; a loop would hold more in registers
                 _return_flows(inputs, tables, grad, pre, program, tokens, rows, leaves, READING, SHAPE, DEPTH)
             else:
                 for block in range(program, slots // SLOTS, programs):
@@ -163,6 +166,8 @@ def deliver_gradient(
     metrics: torch.Tensor,
     exchange: Exchange | None,
 ) -> None:
+    """Adds the gradient through aggregates to ``grad``, and makes ``loss`` and ``metrics`` of the ``sums`` of the
+    sweep's programs and the rows that they have ``seen``. ``flows``: ``[slots, depth, 2]``, by channel."""
     (depth, count, _), slots = leaves.segments.shape, leaves.owner.numel()
     blocks = {ADD.value: triton.cdiv(slots, FLOWS.value), RETURN.value: slots // SLOTS.value}
     # On more levels one launch of both would take more registers than two programs of a multiprocessor have.

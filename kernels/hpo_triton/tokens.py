@@ -23,11 +23,11 @@ HIGHEST_LOW, LOWEST_HIGH = tl.constexpr(1.0 + 1e-6), tl.constexpr(1.0 - 1e-6)
 
 
 class Rule(NamedTuple):
-    """The part of a correction that kernels read."""
+    """The choices of a correction that specialise kernels. A correction of tokens by themselves has no reduction."""
 
     statistic: int
     reduction: int
-    extremum: bool  # the reduction is one; else it adds
+    extremum: bool  # the reduction is a minimum or a maximum; else it adds
     action: int
     strict: bool
 
@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
     strict: bool  # score > threshold instead of >=
     advantage_per_token: bool
-    aligned: bool  # every tensor of tokens allows 128-bit loads
+    aligned: bool  # every tensor of tokens allows vector loads, see launch.aligned
     target_per_token: bool
     rates: bool  # targets are success rates, and no answer is wrong where they are 1
     rule: Rule | None  # of a correction, see weight_of_tokens
@@ -61,23 +61,24 @@ class Loaded(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A block of tokens; all is finite, whatever was loaded, but ``logp``, which is read only where ``x_finite``."""
+    """A block of tokens. Its numbers are finite, whatever was loaded, but ``logp``, which is read only where
+    ``x_finite``."""
 
     valid: tl.tensor
     selected: tl.tensor
     negative: tl.tensor  # the advantage is
     logp: tl.tensor
     x: tl.tensor  # log-ratio, saturated
-    x_finite: tl.tensor  # it was finite: it has a derivative
+    x_finite: tl.tensor  # the log-ratio was finite before it saturated: it has a derivative
     s: tl.tensor  # log-ratio to the reference, saturated
     s_finite: tl.tensor
     a: tl.tensor  # weight * advantage * token weight, 0 where not selected
     unweighted: tl.tensor  # the same without the row's weight
     weight: tl.tensor  # of the row, 0 where it is not finite
-    nan: tl.tensor
-    infinite: tl.tensor
-    bad: tl.tensor
-    target: tl.tensor
+    nan: tl.tensor  # unmasked, with a log-ratio that is NaN; or valid, with a score that is NaN
+    infinite: tl.tensor  # valid, with an infinite log-ratio
+    bad: tl.tensor  # valid, with a coefficient, target or bound that cannot be used
+    target: tl.tensor  # 0 where not selected
 
 
 @triton.jit
@@ -87,15 +88,15 @@ def _load_or(stand_in, pointer, token, tokens, whole, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load_tokens(inputs, token, tokens, whole, READING: tl.constexpr):
-    """``inputs``: PolicyLossInputs; ``token`` of any shape. Not a part of ``read_tokens``, because it need not wait
-    until the rows of the tokens are found."""
+    """``inputs``: PolicyLossInputs; ``token`` of any shape. Loads are no part of ``read_tokens``, because they need not
+    wait until the rows of the tokens are found."""
     logp = load(inputs.logp, token, tokens, whole, READING.aligned)
     return load_constants(inputs, logp, token, tokens, whole, READING)
 
 
 @triton.jit
 def load_constants(inputs, logp, token, tokens, whole, READING: tl.constexpr):
-    """All but the policy's log-probabilities, which are at hand."""
+    """``Loaded`` with these log-probabilities of the policy, and everything else from memory."""
     ALIGNED: tl.constexpr = READING.aligned
     advantage = inputs.advantages if READING.advantage_per_token else None
     target = inputs.target if READING.target_per_token else None
@@ -116,7 +117,7 @@ def load_constants(inputs, logp, token, tokens, whole, READING: tl.constexpr):
 
 @triton.jit
 def advantage_of(inputs, loaded, row, exists, READING: tl.constexpr):
-    """The advantage of each token, loaded or its row's, read where that ``exists``."""
+    """The advantage of each token: its own, or that of its row, which is read where the row ``exists``."""
     if READING.advantage_per_token:
         advantage = loaded.advantage
     else:
@@ -231,4 +232,5 @@ def given_to(kernel: Any, inputs: PolicyLossInputs) -> tuple[torch.Tensor | None
 
 
 def bits(pair: tuple[bool, bool]) -> int:
+    """The pair as the bits 0 and 1 of an integer, as :func:`has_own_bound` reads it."""
     return pair[0] + 2 * pair[1]

@@ -141,8 +141,8 @@ def _(run: Run, example: PolicyLossExample) -> None:
 def _on_policy(example: PolicyLossExample) -> tuple[PolicyLossExample, torch.Tensor] | None:
     """The example with ``logp == old_logp``, and -w A where the reference has a gradient, else 0.
 
-    None if advantages of tokens differ on segments whose mean is promised; Inapplicable if the gate promises another
-    gradient.
+    None if the gate promises the mean over a segment and advantages are those of tokens; Inapplicable if the gate
+    promises another gradient.
     """
     example = example.without("kl", "ref_logp", "token_weight")
     of_gate = example.gate_inputs

@@ -101,6 +101,10 @@ def gather(
         ValueError, TypeError: no units or too many dimensions on a rank, dtypes, shapes or names of the tensors
             beside it that differ; on every rank alike: none is left waiting. They begin with ``name``.
     """
+    return untraced(_gather)(own, group, name, beside)  # Dynamo would compile a dozen pieces between the collectives
+
+
+def _gather(own: torch.Tensor, group: ProcessGroup, name: str, beside: Sequence[str]) -> list[torch.Tensor]:
     length, *others = own.shape or (1,)
     sizes_of_own = (length, _DTYPES.index(own.dtype), own.dim(), *others, 0, 0)[: _FORM - 1]
     form = torch.tensor((*sizes_of_own, zlib.crc32(" ".join(beside).encode())), device=own.device)

@@ -285,6 +285,7 @@ def eager_and_compiled(rank):
     batch = hpo.PackedBatch.from_lengths([2], group_ids=torch.tensor([0]))
     calls = (
         lambda: over_ranks(advantages.grpo, tables=True)(rewards, ids),
+        lambda: over_ranks(advantages.grpo)(rewards, ids),
         lambda: over_ranks(advantages.rloo, tables=True)(rewards, ids),
         lambda: entropy.fit_scopes(rewards, process_group=world).mean,
         lambda: torch.cat(entropy.fit_pivot(rewards + 0.1, batch, process_group=world)),
@@ -300,7 +301,7 @@ def test_compiled_code_leaves_calls_over_ranks_their_ranks():
     for results in found:
         for eager, compiled in results:
             assert torch.equal(eager, compiled)
-    (grpo, _), _, (mean, _), *_ = found[0]
+    (grpo, _), _, _, (mean, _), *_ = found[0]
     assert mean == 3 and grpo.max() < 0  # of all four rewards
 
 

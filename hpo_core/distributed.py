@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from . import ops
 from .backends import untraced
-from .batch import PackedBatch
+from .batch import PackedBatch, check_whole
 from .checks import check, require_type
 
 T = TypeVar("T")
@@ -63,6 +63,25 @@ def is_distributed() -> bool:
 
 def world_size(group: ProcessGroup | None) -> int:
     return torch.distributed.get_world_size(group) if is_distributed() else 1
+
+
+def whole_groups(batch: PackedBatch, process_group: ProcessGroup | None = None) -> torch.Tensor | None:
+    """The ids of prompt groups, which the caller compares over the ranks of ``process_group`` or those of
+    :func:`spanning`; None: the batch is one group, of which a part would be a piece."""
+    otherwise = "call it on the whole batch and take the part's entries of the result"
+    check_whole(batch, "group", "this function", otherwise)
+    check(
+        "ranks" not in batch.torn or process_group is not None or ranks() is not None,
+        "batch: this function looks at whole groups, and rows of a group lie on several ranks; wrap it by "
+        "advantages.over_ranks(..., process_group, tables=True)",
+    )
+    check(
+        batch.group_ids is not None or not batch.is_part,
+        "batch: without group_ids the whole batch is one group, and this is a part of it; pass group_ids to "
+        "PackedBatch, or {}",
+        otherwise,
+    )
+    return batch.group_ids
 
 
 def check_is_step(

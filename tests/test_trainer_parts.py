@@ -61,8 +61,25 @@ def test_tokens_with_an_advantage_after_a_selection():
 def test_a_selection_may_have_one_bound_alone(side):
     mask, bound = torch.ones(2, 2).bool(), torch.tensor([[0.5, 1.5], [0.9, 1.1]])
     bounds = (bound, None) if side == 0 else (None, bound)
-    found = selection_of(selection_tensors(lambda: Selection(bounds=bounds), mask, torch.ones(2), None))
+    found = selection_of(selection_tensors(lambda: Selection(bounds=bounds), mask, torch.ones(2), None, False))
     assert found.bounds[1 - side] is None and torch.equal(found.bounds[side], bound)
+
+
+def test_a_method_that_compares_groups_spans_the_ranks_that_they_span(monkeypatch):
+    """By itself it would compare the answers of its own rank; ``over_ranks`` with tables speaks of all."""
+
+    def method(entropy, advantages, batch):
+        return Selection(advantage_factor=hpo.entropy.ettrl(advantages, entropy, batch)[batch.row_of_token()])
+
+    mask, groups = torch.ones(2, 2).bool(), torch.tensor([3, 3])
+    given = (method, mask, torch.ones(2), groups)
+    whole = selection_tensors(*given, False, entropy=torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"rows of a group lie on several ranks; wrap it by advantages.over_ranks\("):
+        selection_tensors(*given, True, entropy=torch.ones(2, 2))
+    monkeypatch.setattr("hpo_core.distributed.ranks", lambda: "all ranks")
+    monkeypatch.setattr("hpo_core.distributed.gather", lambda own, *_: [own])
+    spanned = selection_tensors(*given, True, entropy=torch.ones(2, 2))
+    assert torch.equal(spanned["selection_advantage_factor"], whole["selection_advantage_factor"])
 
 
 def test_a_filter_of_single_tokens_does_not_part_a_turn():

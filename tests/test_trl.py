@@ -333,7 +333,8 @@ def compare_in_this_process(folder):
             for metric in expected:
                 if metric.startswith(("clip", "entropy", "reward")):
                     assert entry[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
-    deep = run(hpo_trl.HPOTrainer, folder, extra={"gate": DEEP, "domain": "kind"}, **common | {"max_steps": 3})
+    whole = {"max_steps": 3, "per_device_train_batch_size": 8, "steps_per_generation": 1}
+    deep = run(hpo_trl.HPOTrainer, folder, extra={"gate": DEEP, "domain": "kind"}, **common | whole)
     assert all(math.isfinite(entry["loss"]) for entry in deep.logs if "loss" in entry)
     result = run(hpo_trl.HPOTrainer, folder, extra={"window": ares}, **common)
     fractions = [entry["hpo_core/selected_fraction"] for entry in result.logs if "hpo_core/selected_fraction" in entry]

@@ -66,7 +66,8 @@ def test_levels_are_logged(tmp_path):
 
 
 def test_ids_follow_their_rows_through_the_shuffle(tmp_path):
-    trainer, seen = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "kind"}, max_steps=4), []
+    whole = {"per_device_train_batch_size": 64, "steps_per_generation": 1, "max_steps": 1}
+    trainer, seen = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "kind"}, **whole), []
     honest = trainer._policy_loss
 
     def watch(logps, entropies, inputs, aux_loss=None):
@@ -85,7 +86,8 @@ def test_ids_follow_their_rows_through_the_shuffle(tmp_path):
 
 def test_steps_are_what_no_tool_wrote(monkeypatch, tmp_path):
     module = sys.modules["hpo_core.integrations.trl"]
-    trainer, batches = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "kind"}), []
+    deep = {"gate": DEEP, "domain": "kind"}
+    trainer, batches = build(hpo_trl.HPOTrainer, tmp_path, extra=deep, steps_per_generation=1), []
     trainer.current_gradient_accumulation_steps = 4
     honest = module.policy_loss
 
@@ -183,7 +185,8 @@ def test_corrections_read_what_the_sampler_says(tmp_path):
 
 def test_a_correction_of_groups_asks_all_processes(tmp_path):
     (inputs, scored), gate = micro_batch(), hpo.gates.mis(unit=hpo.gates.Unit.GROUP)
-    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": gate, "rollout_func": lambda *_: {}})
+    extra = {"gate": gate, "rollout_func": lambda *_: {}}
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra=extra, steps_per_generation=1)
     trainer.current_gradient_accumulation_steps, trainer._ranks = 1, lambda: "all processes"
     inputs |= {"sampling_per_token_logps": scored.logps, "group_ids": torch.zeros(len(scored.valid), dtype=torch.long)}
     with pytest.raises(TypeError, match="process_group"):
@@ -195,9 +198,38 @@ def test_domains_need_a_column_and_the_other_way_round(tmp_path):
         build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP})
     with pytest.raises(ValueError, match="domain: no level of the gate 'trl_dapo' is one of domains; drop it"):
         build(hpo_trl.HPOTrainer, tmp_path, extra={"domain": "kind"})
-    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "genus"})
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": DEEP, "domain": "genus"}, steps_per_generation=1)
     with pytest.raises(ValueError, match="domain: expected a column of the dataset, got 'genus'; it has kind, prompt"):
         trainer._generate_and_score_completions([{"prompt": "abcdefgh=", "kind": "a"}] * 8)
+
+
+@pytest.mark.parametrize(
+    "extra", [{"gate": DEEP, "domain": "kind"}, {"gate": hpo.gates.mis(unit=hpo.gates.Unit.GROUP)}]
+)
+def test_segments_of_several_completions_are_not_torn(extra, tmp_path):
+    extra |= {"rollout_func": lambda *_: {}}
+    with pytest.raises(
+        ValueError, match=r"steps_per_generation: expected 1, got 4 .*; the gate .* compares completions"
+    ):
+        build(hpo_trl.HPOTrainer, tmp_path, extra=extra)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_gate_inputs_do_not_compare_pieces_of_groups(micro_batches, tmp_path):
+    """A function that compares a prompt's completions is refused where a micro-batch has some of them."""
+
+    def weights(entropy, advantages, batch):
+        of_rows = hpo.entropy.ettrl(advantages, entropy, batch)
+        return hpo.gates.GateInputs(token_mask=of_rows[batch.row_of_token()] > 0)
+
+    (inputs, scored), extra = micro_batch(), {"gate": hpo.gates.capo(), "gate_inputs": weights}
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra=extra, steps_per_generation=micro_batches, num_generations=2)
+    trainer.current_gradient_accumulation_steps = 1
+    inputs["group_ids"] = torch.arange(ROWS) // 2
+    if micro_batches == 1:
+        return loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
+    with pytest.raises(ValueError, match="batch: this function looks at whole groups"):
+        loss_of(hpo_trl.HPOTrainer._compute_loss, trainer, inputs, scored)
 
 
 def test_group_ids_reach_the_loss_and_the_log_holds_our_advantages(tmp_path):

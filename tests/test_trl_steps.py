@@ -133,7 +133,6 @@ def advantages_of(own, processes):
         _ranks=lambda: None if processes == 1 else dist.group.WORLD,
         _logged=logged.append,
     )
-    trainer._outcomes = functools.partial(hpo_trl.HPOMixin._outcomes, trainer)
     mask = (masks["completion_mask"] * masks["tool_mask"] != 0)[own]
     return hpo_trl.HPOMixin._advantages_of_steps(trainer, mask, (torch.arange(ROWS) // GROUP)[own], own)
 

@@ -404,3 +404,13 @@ def test_a_window_runs_on_the_backend_that_is_asked_for():
     given, rows = torch.cat(batch.fields["entropy"]), batch.packed()
     found = selection.module().selected_by(window, given, rows, backend="reference")
     assert torch.equal(found.mask, selected("forking_tokens", batch).mask)
+
+
+def test_groups_that_ranks_share_are_counted(monkeypatch):
+    def gather(counts, own, group):
+        counts[:] = [own, {"a": 1, "c": 2}]
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    found = selection.ranks_of_groups({"uid": ["a", "b", "b"]}, "ranks")
+    assert found == {"a": [1, 1], "b": [2], "c": [2]}

@@ -1,6 +1,6 @@
 """How tokens form rows, and rows form the levels above them."""
 
-from .cuts import MicroBatch, check_whole, whole_groups
+from .cuts import MicroBatch, check_whole, mark_torn
 from .hierarchy import (
     ROWS_AS_LEAVES,
     Hierarchy,
@@ -31,6 +31,7 @@ __all__ = [
     "as_batch",
     "check_whole",
     "first_ranges",
+    "mark_torn",
     "of_row",
     "place_in_row",
     "renumber",
@@ -42,5 +43,4 @@ __all__ = [
     "spread_rows",
     "takes_padded",
     "valid_tokens",
-    "whole_groups",
 ]

@@ -118,17 +118,10 @@ def check_whole(batch: PackedBatch, level: str, reader: str, otherwise: str) -> 
     )
 
 
-def whole_groups(batch: PackedBatch) -> torch.Tensor | None:
-    """The ids of prompt groups; None: the batch is one group, of which a part would be a piece."""
-    otherwise = "call it on the whole batch and take the part's entries of the result"
-    check_whole(batch, "group", "this function", otherwise)
-    check(
-        batch.group_ids is not None or not batch.is_part,
-        "batch: without group_ids the whole batch is one group, and this is a part of it; pass group_ids to "
-        "PackedBatch, or {}",
-        otherwise,
-    )
-    return batch.group_ids
+def mark_torn(batch: PackedBatch, *levels: str) -> PackedBatch:
+    """The batch, from now on a piece of something, as its maker knows; see ``PackedBatch.torn``."""
+    object.__setattr__(batch, "torn", levels)
+    return batch
 
 
 def part_of(batch: PackedBatch, index: torch.Tensor, is_part: bool, torn: tuple[str, ...]) -> MicroBatch:

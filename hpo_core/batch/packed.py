@@ -100,7 +100,8 @@ class PackedBatch(Immutable):
     domain_ids: torch.Tensor | None
     padded_shape: tuple[int, int] | None
     is_part: bool  # made by micro_batches: the whole batch has the counts of the optimiser step
-    torn: tuple[str, ...]  # "group", "domain": another part of micro_batches has rows of the same one
+    # "group", "domain": another part has rows of the same one; "ranks": groups have rows on other ranks
+    torn: tuple[str, ...]
 
     @examines
     def __init__(

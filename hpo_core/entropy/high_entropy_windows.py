@@ -14,9 +14,9 @@ import torch
 import torch.distributed
 
 from ..arguments import check_finite
-from ..batch import PackedBatch, as_batch, row_counts, spread_rows, valid_tokens, whole_groups
+from ..batch import PackedBatch, as_batch, row_counts, spread_rows, valid_tokens
 from ..checks import check, check_precise, check_scalar, check_tokens
-from ..distributed import gather
+from ..distributed import gather, whole_groups
 from ..specs import OrderRule, Provenance
 from .aggregates import Window, window_aggregate
 from .rewards import at_difficulty, check_difficulty, check_three
@@ -60,7 +60,7 @@ def ares_windows(
     means = window_aggregate(entropy, batch, Window.forward(width), backend=backend)
     measured = means if of_windows else entropy
     of_rows = quantiles(measured, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
-    groups = whole_groups(batch)
+    groups = whole_groups(batch, process_group)
     ids = torch.zeros_like(batch.cu_seqlens[1:]) if groups is None else groups.to(torch.int64)
     threshold = _fitted_in_order(of_rows, ids, process_group, backend).at(ids)
     of_group = torch.where(threshold.members > 0, threshold.mean.to(means.dtype), torch.inf)

@@ -15,8 +15,9 @@ import torch.distributed
 
 from .. import ops
 from ..arguments import check_choice, examines
-from ..batch import PackedBatch, alone_without, as_batch, of_row, renumber, row_at, whole_groups
+from ..batch import PackedBatch, alone_without, as_batch, of_row, renumber, row_at
 from ..checks import INTEGERS, check, check_device, check_dtype, check_shape, examined, require_type
+from ..distributed import whole_groups
 from ..specs import OrderRule
 from .aggregates import flat_values
 from .ranks import common_numbers, quantiles_over_ranks, top_k_over_ranks
@@ -270,7 +271,7 @@ def _scoping(
     if scope == "trajectory" and batch.trajectory_ids is not None:
         return _Scoping(batch.cu_seqlens, *_numbers(batch.trajectory_ids, group, names_may_be_negative=True), None)
     if scope == "group":
-        groups = whole_groups(batch)
+        groups = whole_groups(batch, group)
         check(groups is not None, "scope: 'group' needs group_ids in the batch")
         assert groups is not None
         return _Scoping(batch.cu_seqlens, *_numbers(groups, group), None)

@@ -14,8 +14,9 @@ import torch
 from ..advantages import grpo
 from ..advantages.terms import as_advantages, known
 from ..arguments import check_compat, check_finite, check_limit
-from ..batch import PackedBatch, as_batch, first_ranges, of_row, row_counts, spread_rows, whole_groups
+from ..batch import PackedBatch, as_batch, first_ranges, of_row, row_counts, spread_rows
 from ..checks import check, check_rows, check_units
+from ..distributed import whole_groups
 from ..segments import chains, statistics
 from ..specs import Provenance
 from .signals import Signal, preset, read

@@ -12,9 +12,9 @@ import torch
 import torch.distributed
 
 from ..arguments import check_compat, check_finite, check_limit, check_pair, examines
-from ..batch import PackedBatch, as_batch, row_counts, spread_rows, whole_groups
+from ..batch import PackedBatch, as_batch, row_counts, spread_rows
 from ..checks import check, check_rows
-from ..distributed import spanning
+from ..distributed import spanning, whole_groups
 from ..segments import statistics
 from ..specs import OrderRule, Provenance
 from .scopes import LARGEST_DENOMINATOR, exact_fraction, quantiles, segment_aggregate, top_k
@@ -144,7 +144,8 @@ def hicra_tokens(
         signal, batch, torch.div(length * below.numerator, below.denominator, rounding_mode="floor"), backend
     )
     above = signal.usable & (signal.values.to(border.dtype) > spread_rows(border, batch, torch.inf))
-    group = spanning(process_group, statistics, length.float(), whole_groups(batch), mask=length > 0, backend=backend)
+    groups = whole_groups(batch, process_group)
+    group = spanning(process_group, statistics, length.float(), groups, mask=length > 0, backend=backend)
     # In integers: a mean that is rounded would decide about a row of exactly that length. No group: no mean.
     is_long = length * group.members > (group.mean * group.members).round()
     is_long = is_long | (group.members == 0)

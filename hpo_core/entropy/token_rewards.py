@@ -6,8 +6,9 @@ import torch
 
 from ..advantages.terms import as_advantages, known
 from ..arguments import check_all_finite, constant
-from ..batch import PackedBatch, as_batch, place_in_row, row_counts, spread_rows, whole_groups
+from ..batch import PackedBatch, as_batch, place_in_row, row_counts, spread_rows
 from ..checks import check_rows
+from ..distributed import whole_groups
 from ..segments import dense_ids, statistics
 from ..specs import Provenance
 from .signals import preset, read

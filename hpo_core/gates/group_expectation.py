@@ -5,18 +5,9 @@ from __future__ import annotations
 import torch
 
 from .. import ops
-from ..batch import (
-    PackedBatch,
-    alone_without,
-    as_batch,
-    renumber,
-    row_counts,
-    row_sums,
-    spread_rows,
-    valid_tokens,
-    whole_groups,
-)
+from ..batch import PackedBatch, alone_without, as_batch, renumber, row_counts, row_sums, spread_rows, valid_tokens
 from ..checks import check, check_precise, check_tokens
+from ..distributed import whole_groups
 from ..specs import GroupStatistics
 from .inputs import of_logps
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..advantages.terms import accepted_keywords
-from ..batch import PackedBatch
+from ..batch import PackedBatch, mark_torn
 from ..checks import check, require_type
 from ..entropy import Selection, archer, ares_penalty_weights
 from .needs import check_keywords
@@ -80,16 +80,24 @@ def penalty_of(penalty: MakesPenalty, **given: Any) -> torch.Tensor:
 
 
 def selection_tensors(
-    method: MakesSelection, mask: torch.Tensor, advantages: torch.Tensor, group_ids: torch.Tensor | None, **given: Any
+    method: MakesSelection,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    group_ids: torch.Tensor | None,
+    groups_span_ranks: bool,
+    **given: Any,
 ) -> dict[str, torch.Tensor]:
     """The selection of a rollout, by key of the trainer's batch, ``[B, L]`` each.
 
     Args:
         mask: ``[B, L]`` bool.
         advantages: ``[B]`` or ``[B, L]``.
+        groups_span_ranks: on any rank, so that a method that compares groups by itself is refused on all.
         given: the other arguments, by name; tensors ``[B, L]`` are passed as ``[T]``.
     """
     batch = PackedBatch.from_padded(mask, group_ids=group_ids)
+    if groups_span_ranks:
+        mark_torn(batch, "ranks")
     level = "token" if advantages.dim() == 2 else "row"
     flat = {name: each.reshape(-1) if isinstance(each, torch.Tensor) else each for name, each in given.items()}
     flat |= {"advantages": advantages.reshape(-1), "advantage_level": level, "batch": batch}

@@ -23,7 +23,7 @@ except ImportError as error:
 from ..advantages.distributed import over_ranks
 from ..advantages.terms import accepted_keywords, is_multi_reward
 from ..backends import resolve
-from ..batch import PackedBatch
+from ..batch import PackedBatch, mark_torn
 from ..checks import check, require_type
 from ..entropy import EntropyWindow
 from ..gates import RatioGate
@@ -46,12 +46,14 @@ from .trl_inputs import (
     AVAILABLE,
     NO_SAMPLER,
     OF_THE_LOSS,
+    SPANNING,
     Settings,
     advantages_of,
-    check_domain,
+    check_levels,
     check_pillars,
     domain_ids_of,
     mask_of,
+    outcomes_of,
     sampler_of,
 )
 from .trl_metrics import Bounds, logged_metrics, observed_parts, penalty_sum, reported
@@ -59,9 +61,6 @@ from .trl_weights import weights_of
 from .turns import Step, steps_of_turns, turns
 
 __all__ = ["HPOMixin", "HPOTrainer", "Step", "gate_from_config"]
-
-# Levels whose segments have rows on several processes.
-_SPANNING = {Unit.GROUP, Unit.DOMAIN}
 
 _Trainer: Any = object  # for the type checker: the trainer that follows in the order of bases
 
@@ -105,8 +104,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
 
     Levels above the tokens: a completion is a trajectory; its steps are the runs of tokens that no tool wrote; a group
     is the completions of one prompt in this micro-batch, and a domain those of one value of the column ``domain``, on
-    all processes together. Micro-batches tear groups apart: for whole ones let ``per_device_train_batch_size`` times
-    the processes be a rollout.
+    all processes together. TRL shuffles a rollout into ``steps_per_generation`` micro-batches, which tears groups: with
+    a gate, or a correction, over groups or domains it has to be 1, and a micro-batch of all processes is a rollout.
 
     Raises:
         ValueError: naming the field of ``args`` that cannot be honoured, or that an argument above would silence; a
@@ -156,7 +155,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         selected = () if entropy is None else ("bounds",)
         check_needs(gate, gate_inputs, AVAILABLE, "" if self._has_sampler() else NO_SAMPLER, selected)
         self._check_sampler(gate)
-        check_domain(gate, domain)
+        check_levels(gate, domain, self.args.steps_per_generation)
         for model in (self.model, self.ref_model):
             if model is not None:
                 whole = self.accelerator.unwrap_model(model)
@@ -210,24 +209,24 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         They are made here, before rows are shuffled into micro-batches, where most prompt groups are no longer whole.
         """
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        gate, _, advantage, steps, domain, window, entropy, _, _, backend, _ = self._hpo
+        _, _, advantage, steps, domain, window, entropy, _, _, backend, _ = self._hpo
         rows = len(output["completion_ids"])
         own = slice(self.accelerator.process_index * rows, (self.accelerator.process_index + 1) * rows)
-        size = self.num_generations if self.model.training else self.num_generations_eval
-        groups = torch.arange(rows * self._hpo.processes, device=output["completion_ids"].device) // size
+        places = torch.arange(rows * self._hpo.processes, device=output["completion_ids"].device)
+        groups = places // self._generations()
         if steps is not None:
             output["advantages"] = self._advantages_of_steps(mask_of(output), groups[own], own)
         elif advantage is not None:
             output["advantages"] = self._advantages(advantage, groups)[own]
-        if advantage is not None or Unit.GROUP in gate.units:
-            output["group_ids"] = groups[own]
+        output["group_ids"] = groups[own]
         if domain is not None:
             output["domain_ids"] = domain_ids_of(domain, inputs, groups.device)
         if entropy is not None:
             logps, entropies = self._scored(output)
             output |= selection_tensors(
-                entropy, mask_of(output), output["advantages"], groups[own], entropy=entropies, logp=logps,
-                process_group=self._ranks(), seed=self.state.global_step, backend=backend,
+                entropy, mask_of(output), output["advantages"], groups[own], rows % self._generations() != 0,
+                entropy=entropies, logp=logps, process_group=self._ranks(), seed=self.state.global_step,
+                backend=backend,
             )  # fmt: skip
         elif window is not None and window.scope == "batch":
             _, entropies = self._scored(output)
@@ -250,20 +249,14 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         if is_multi_reward(advantage):
             weights = self.reward_weights.tolist()
             return self._logged(advantage(scores.T.contiguous(), groups, weights=weights, **asked))
-        return self._logged(advantage(self._outcomes(), groups, **asked))
-
-    def _outcomes(self) -> torch.Tensor:
-        """The reward of each completion ``[P B]``; NaN, which is in no statistic, where no function gave one."""
-        scores = self._hpo_rewards
-        rewards = (scores * self.reward_weights.to(scores.device)).nansum(1)
-        return torch.where(scores.isnan().all(1), torch.nan, rewards)
+        return self._logged(advantage(outcomes_of(self._hpo_rewards, self.reward_weights), groups, **asked))
 
     def _advantages_of_steps(self, mask: torch.Tensor, groups: torch.Tensor, own: slice) -> torch.Tensor:
         """Advantages of this process's turns at their tokens ``[B, L]``, from the steps of all processes."""
         advantage, asked = self._hpo.advantage, {} if self._hpo.backend is None else {"backend": self._hpo.backend}
         assert advantage is not None
         batch = PackedBatch.from_padded(mask, steps=turns(mask))
-        rewards, ids = steps_of_turns(batch, self._hpo_steps, self._outcomes()[own])
+        rewards, ids = steps_of_turns(batch, self._hpo_steps, outcomes_of(self._hpo_rewards, self.reward_weights)[own])
         row = ids["trajectory_ids"]
         given = accepted_keywords(
             advantage, rewards, **ids | {"group_ids": groups[row], "trajectory_ids": row + own.start}
@@ -347,6 +340,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             group_ids=inputs.get("group_ids"),
             domain_ids=inputs.get("domain_ids"),
         )
+        mark_torn(batch, *self._torn_levels(batch.rows))
         advantages = advantages_of(inputs)
         threshold = None
         if window is not None and window.scope == "batch":
@@ -393,7 +387,7 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             token_weight=None if token_weight is None else token_weight.expand_as(logps),
             advantage_level="token" if advantages.dim() == 2 else "row",
             report=reported(gate),
-            process_group=self._ranks() if _SPANNING & gate.units else None,
+            process_group=self._ranks() if SPANNING & gate.units else None,
             backend=backend,
         )
         self._log_loss(out, logps.detach(), batch, inputs, bounds, aux_loss)
@@ -406,6 +400,15 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
             return mask & inputs["token_mask"] if "token_mask" in inputs else mask
         state = window.fit(entropies, mask, process_group=self._ranks(), backend=self._hpo.backend)
         return window.apply(entropies, mask, state, backend=self._hpo.backend)
+
+    def _generations(self) -> int:
+        return int(self.num_generations if self.model.training else self.num_generations_eval)
+
+    def _torn_levels(self, rows: int) -> tuple[str, ...]:
+        """The levels of which ``rows`` of a micro-batch are pieces: TRL deals a rollout out to several in any order."""
+        if self.model.training and self.args.steps_per_generation > 1:
+            return "group", "domain"
+        return ("ranks",) if rows % self._generations() else ()
 
     def _accumulated(self) -> int:
         """Micro-batches whose losses add up to one optimiser step."""

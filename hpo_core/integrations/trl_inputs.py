@@ -36,6 +36,10 @@ OF_THE_LOSS = frozenset(
 )
 
 
+# Levels whose segments have rows of several completions, and of several processes.
+SPANNING = {Unit.GROUP, Unit.DOMAIN}
+
+
 class Settings(NamedTuple):
     """The settings of the mixin: one attribute of the trainer, so that no name of TRL's is shadowed."""
 
@@ -82,13 +86,22 @@ def check_pillars(
     require_type(isinstance(window, EntropyWindow | None), "window: expected an EntropyWindow, got {}", window)
 
 
-def check_domain(gate: RatioGate, domain: str | None) -> None:
-    """Raise for a level of domains without a column that names them, and for the reverse."""
+def check_levels(gate: RatioGate, domain: str | None, micro_batches: int) -> None:
+    """Raise for a level of domains without a column that names them, for the reverse, and for segments of several
+    completions where TRL deals these out to several ``micro_batches``."""
     check(
         (Unit.DOMAIN in gate.units) == (domain is not None),
         "domain: the gate {!r} has a level of domains; name the dataset's column that tells them apart"
         if domain is None
         else "domain: no level of the gate {!r} is one of domains; drop it",
+        gate.name,
+    )
+    check(
+        micro_batches == 1 or not SPANNING & gate.units,
+        "steps_per_generation: expected 1, got {} (gradient_accumulation_steps, if it is not set); the gate {!r} "
+        "compares completions, and TRL shuffles a rollout into so many micro-batches, which have pieces of its groups; "
+        "set steps_per_generation=1, and per_device_train_batch_size to the completions of a rollout on one process",
+        micro_batches,
         gate.name,
     )
 
@@ -106,6 +119,13 @@ def domain_ids_of(column: str, inputs: list[dict[str, Any]], device: torch.devic
         all(isinstance(name, int | str) for name in names), "domain: expected integers or strings, got {}", names[:1]
     )
     return ids_of(names, device)
+
+
+def outcomes_of(scores: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The reward of each completion ``[P B]`` from ``scores`` ``[P B, functions]``; NaN, which is in no statistic, for
+    one without any."""
+    rewards = (scores * weights.to(scores.device)).nansum(1)
+    return torch.where(scores.isnan().all(1), torch.nan, rewards)
 
 
 def mask_of(inputs: dict[str, Any]) -> torch.Tensor:

@@ -165,9 +165,10 @@ def _add_selection(method: MakesSelection, mode: str, data: Any, ranks: Any, see
     given = data.select(*_NEEDED).to_padded_tensor()
     mask = given["response_mask"] != 0
     group_ids = ids_of(map(str, data["uid"]), mask.device) if "uid" in data else None
+    spans = "uid" in data and any(len(each) > 1 for each in ranks_of_groups(data, ranks).values())
     found = selection_tensors(
-        method, mask, given["advantages"], group_ids, entropy=given["entropy"].float(), logp=given["old_log_probs"],
-        process_group=ranks, seed=seed,
+        method, mask, given["advantages"], group_ids, spans, entropy=given["entropy"].float(),
+        logp=given["old_log_probs"], process_group=ranks, seed=seed,
     )  # fmt: skip
     for name, each in found.items():
         data[_MASK if name == "token_mask" else name] = _like(each, data["response_mask"])
@@ -204,12 +205,21 @@ def _count_groups(data: Any, ranks: Any) -> None:
     """How many rows all ranks have of each row's prompt; a list of numbers beside the rows, so that no device waits."""
     from verl.utils import tensordict_utils  # type: ignore[import-not-found,unused-ignore]
 
+    rows = {name: sum(counts) for name, counts in ranks_of_groups(data, ranks).items()}
+    tensordict_utils.assign_non_tensor_stack(data, _GROUP_ROWS, [rows[each] for each in data["uid"]])
+
+
+def ranks_of_groups(data: Any, ranks: Any) -> dict[str, list[int]]:
+    """The rows of each prompt of all ranks: how many each rank has that has some."""
     counts = [collections.Counter(data["uid"])]
     if ranks is not None:
         counts *= torch.distributed.get_world_size(ranks)
         torch.distributed.all_gather_object(counts, counts[0], group=ranks)
-    rows = sum(counts, collections.Counter[str]())
-    tensordict_utils.assign_non_tensor_stack(data, _GROUP_ROWS, [rows[each] for each in data["uid"]])
+    found: dict[str, list[int]] = {}
+    for of_rank in counts:
+        for name, rows in of_rank.items():
+            found.setdefault(name, []).append(rows)
+    return found
 
 
 def _like(values: torch.Tensor, response_mask: Any) -> torch.Tensor:

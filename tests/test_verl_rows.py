@@ -344,6 +344,26 @@ def test_the_answers_to_a_prompt_are_those_of_all_ranks(monkeypatch):
     assert [*data["hpo_group_rows"]] == [7] * 4 + [4] * 4
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_without_valid_tokens_may_lie_in_any_micro_batch(padded):
+    """verl's V1 trainers fill batches up with them, all under one uid."""
+    hpo_verl.register("hpo_groups", GROUPS)
+    batch, config = Rollout(), actor("hpo_groups", loss_agg_mode="token-mean")
+    for row in (3, 4, 6):
+        batch.fields["response_mask"][row][:] = False
+    batch.uids[4] = batch.uids[6] = "pad0a1b2c"
+    truth = updated(batch, config, [list(range(ROWS))])
+    close(*truth, expected(batch, GROUPS, None))
+    close(*updated(batch, config, [[4, 0, 1, 2], [7, 5, 3], [6]]), *truth)
+    with pytest.raises(ValueError, match="a micro-batch has 2 of the 3 answers to prompt prompt 0"):
+        updated(batch, config, [[4, 0, 1, 3], [7, 5, 2], [6]])
+    data = batch.data()
+    if padded:
+        data["response_mask"] = data["response_mask"].to_padded_tensor(0)
+    selection.module()._count_groups(data, None)
+    assert [*data["hpo_group_rows"]] == [3, 3, 3, 0, 0, 2, 0, 2]
+
+
 def test_a_level_of_prompts_needs_all_answers_in_one_micro_batch():
     hpo_verl.register("hpo_groups", GROUPS)
     batch, config = Rollout(), actor("hpo_groups", loss_agg_mode="token-mean")
@@ -412,5 +432,5 @@ def test_groups_that_ranks_share_are_counted(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    found = selection.ranks_of_groups({"uid": ["a", "b", "b"]}, "ranks")
+    found = selection.ranks_of_groups(["a", "b", "b", "pad"], [True, True, True, False], "ranks")
     assert found == {"a": [1, 1], "b": [2], "c": [2]}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -45,7 +45,8 @@ class MicroBatch(NamedTuple):
     ref_logp: torch.Tensor | None = None  # [B, L]
     rollout_logp: torch.Tensor | None = None  # [B, L], as the sampler gave them
     prompts: Sequence[str] | None = None  # verl's uid of each row
-    group_rows: Sequence[int] | None = None  # how many rows the update has of each row's prompt
+    # How many rows with valid tokens the update has of each row's prompt; 0 where the row has none itself.
+    group_rows: Sequence[int] | None = None
     seed: int = 0  # another for each call and data-parallel rank, the same in every run
 
     def selection(self) -> Selection | None:
@@ -54,7 +55,7 @@ class MicroBatch(NamedTuple):
         return stored if mask is None else (stored or Selection())._replace(mask=mask)
 
     def group_ids(self, loss: str, device: torch.device) -> torch.Tensor:
-        """``[B]`` int64, the prompts as groups, of which each has all its rows here."""
+        """``[B]`` int64, the prompts as groups, of which each has all its rows with valid tokens here."""
         check(
             self.prompts is not None and self.group_rows is not None,
             "loss_mode: the gate of {!r} has a level of prompt groups, and verl gives no uid, or no update of its "
@@ -62,15 +63,16 @@ class MicroBatch(NamedTuple):
             loss,
         )
         assert self.prompts is not None and self.group_rows is not None
-        here = collections.Counter(self.prompts)
-        parted = [each for each, rows in zip(self.prompts, self.group_rows, strict=True) if here[each] != rows]
+        answers = [pair for pair in zip(self.prompts, self.group_rows, strict=True) if pair[1] != 0]
+        here = collections.Counter(prompt for prompt, _ in answers)
+        parted = [(here[prompt], rows, prompt) for prompt, rows in answers if here[prompt] != rows]
         check(
             not parted,
             "loss_mode: the gate of {!r} has a level of prompt groups, and a micro-batch has {} of the {} answers to "
             "prompt {}; set trainer.balance_batch=False, actor.shuffle=False, actor.use_dynamic_bsz=False, and "
             "actor.ppo_micro_batch_size_per_gpu to a multiple of rollout.n",
             loss,
-            *((here[parted[0]], self.group_rows[self.prompts.index(parted[0])], parted[0]) if parted else ()),
+            *(parted[0] if parted else ()),
         )
         return ids_of(map(str, self.prompts), device)
 
@@ -165,7 +167,8 @@ def _add_selection(method: MakesSelection, mode: str, data: Any, ranks: Any, see
     given = data.select(*_NEEDED).to_padded_tensor()
     mask = given["response_mask"] != 0
     group_ids = ids_of(map(str, data["uid"]), mask.device) if "uid" in data else None
-    spans = "uid" in data and any(len(each) > 1 for each in ranks_of_groups(data, ranks).values())
+    filled = mask.any(1).tolist()
+    spans = "uid" in data and any(len(each) > 1 for each in ranks_of_groups(data["uid"], filled, ranks).values())
     found = selection_tensors(
         method, mask, given["advantages"], group_ids, spans, entropy=given["entropy"].float(),
         logp=given["old_log_probs"], process_group=ranks, seed=seed,
@@ -202,16 +205,23 @@ def check_bypass(config: Any) -> None:
 
 
 def _count_groups(data: Any, ranks: Any) -> None:
-    """How many rows all ranks have of each row's prompt; a list of numbers beside the rows, so that no device waits."""
+    """How many rows all ranks have of each row's prompt; a list of numbers beside the rows, so that no device waits.
+
+    Rows without valid tokens are in no aggregate and may lie anywhere: verl fills batches up with such rows, which all
+    have one uid.
+    """
     from verl.utils import tensordict_utils  # type: ignore[import-not-found,unused-ignore]
 
-    rows = {name: sum(counts) for name, counts in ranks_of_groups(data, ranks).items()}
-    tensordict_utils.assign_non_tensor_stack(data, _GROUP_ROWS, [rows[each] for each in data["uid"]])
+    mask = data.select("response_mask").to_padded_tensor()["response_mask"]
+    filled = (mask != 0).any(1).tolist()
+    rows = {name: sum(counts) for name, counts in ranks_of_groups(data["uid"], filled, ranks).items()}
+    numbers = [rows[each] if has_tokens else 0 for each, has_tokens in zip(data["uid"], filled, strict=True)]
+    tensordict_utils.assign_non_tensor_stack(data, _GROUP_ROWS, numbers)
 
 
-def ranks_of_groups(data: Any, ranks: Any) -> dict[str, list[int]]:
-    """The rows of each prompt of all ranks: how many each rank has that has some."""
-    counts = [collections.Counter(data["uid"])]
+def ranks_of_groups(prompts: Iterable[str], filled: Iterable[bool], ranks: Any) -> dict[str, list[int]]:
+    """The filled rows of each prompt of all ranks: how many each rank has that has some."""
+    counts = [collections.Counter(itertools.compress(prompts, filled))]
     if ranks is not None:
         counts *= torch.distributed.get_world_size(ranks)
         torch.distributed.all_gather_object(counts, counts[0], group=ranks)

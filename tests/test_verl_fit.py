@@ -11,7 +11,7 @@ from verl_batches import PROGRAM, environment
 
 skip_without("verl")
 
-pytestmark = [pytest.mark.peers, pytest.mark.long]  # two and a half minutes on two cores, most of them imports
+pytestmark = [pytest.mark.peers, pytest.mark.long]  # four minutes on two cores, most of them imports
 
 USER_LOSSES = """
 import hpo_core as hpo
@@ -83,6 +83,11 @@ def test_turns_of_an_agent_have_advantages_of_their_own(fits):
 def test_the_v1_trainer_trains_as_with_verl_s_loss_and_estimator(fits_of_v1):
     same(fits_of_v1["hpo_ppo_clip"], fits_of_v1["vanilla"])
     assert apart(fits_of_v1["steps"], fits_of_v1["vanilla"], "parameters") > 100 * ALLOWED["parameters"]
+
+
+def test_a_gate_over_prompts_trains_the_same_in_v1_on_two_workers_as_on_one(fits_of_v1):
+    same(fits_of_v1["levels"], fits_of_v1["levels, alone"])
+    assert apart(fits_of_v1["levels"], fits_of_v1["vanilla"], "parameters") > 100 * ALLOWED["parameters"]
 
 
 def test_turns_of_an_agent_reach_the_v1_trainer(fits_of_v1):

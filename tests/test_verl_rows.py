@@ -15,7 +15,7 @@ from hpo_core import entropy, gates
 skip_without("verl")
 core_algos, tensordict_utils = Lazy("verl.trainer.ppo.core_algos"), Lazy("verl.utils.tensordict_utils")
 losses, workers = Lazy("verl.workers.utils.losses"), Lazy("verl.workers.engine_workers")
-workers_config = Lazy("verl.workers.config")
+workers_config, v1 = Lazy("verl.workers.config"), Lazy("verl.trainer.ppo.v1.trainer_base")
 hpo_verl, selection = Lazy("hpo_core.integrations.verl"), Lazy("hpo_core.integrations.verl_rows")
 
 pytestmark = pytest.mark.peers
@@ -376,6 +376,88 @@ def test_a_level_of_prompts_needs_all_answers_in_one_micro_batch():
         run(batch, config)
     alone = gates.RatioGate("x", GROUPS.token, levels=(gates.Level(NARROW),))
     assert not torch.allclose(expected(batch, alone, None)[1], truth[1], rtol=1e-2)
+
+
+# ----------------------------------------------------------------------------------- the ranks that get a prompt's rows
+
+
+class Queue:
+    """The rows of a batch as V1's trainers have them."""
+
+    def __init__(self, sizes, seed=0):
+        draw = torch.Generator().manual_seed(seed)
+        self.keys = [f"u_{prompt}_{row}_0" for prompt, size in enumerate(sizes) for row in range(size)]
+        self.tags = [{"seq_len": int(torch.randint(5, 500, (), generator=draw))} for _ in self.keys]
+        self.lengths = {key: tag["seq_len"] for key, tag in zip(self.keys, self.tags, strict=True)}
+
+    def reorder(self, order):
+        assert sorted(order) == [*range(len(self.keys))]
+        self.keys, self.tags = [self.keys[row] for row in order], [self.tags[row] for row in order]
+
+    def filled_up(self, multiple, _):
+        for number in range(-len(self.keys) % multiple):
+            self.keys.append(f"pad_{number}_0")
+            self.tags.append({"seq_len": 128})
+        return self
+
+
+def shared_out(monkeypatch, queue, ranks, mode="hpo_groups", **fields):
+    """The prompts of the micro-batches of each rank, and what the trainer logs."""
+    micro_batch, metrics = fields.get("ppo_micro_batch_size_per_gpu", 4), {}
+    actor_config = types.SimpleNamespace(
+        policy_loss={"loss_mode": mode}, use_dynamic_bsz=False,
+        **{"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 4, **fields},
+    )  # fmt: skip
+    of_actor = types.SimpleNamespace(actor=actor_config, rollout=types.SimpleNamespace(n=4))
+    trainer = types.SimpleNamespace(
+        config=types.SimpleNamespace(actor_rollout_ref=of_actor, trainer=types.SimpleNamespace(critic_warmup=0)),
+        actor_rollout_wg=types.SimpleNamespace(_dispatch_info={"actor": [*range(ranks)]}),
+        tokenizer=types.SimpleNamespace(eos_token_id=2), global_steps=1, use_critic=False,
+    )  # fmt: skip
+    trainer._get_required_batch_multiple = functools.partial(v1.PPOTrainer._get_required_batch_multiple, trainer)
+    monkeypatch.setattr(v1.module(), "upsample_batch_to_divisible_size", Queue.filled_up)
+    rows = [key.rsplit("_", 2)[0] for key in v1.PPOTrainer._balance_batch(trainer, queue, metrics).keys]
+    parts = [rows[start : start + micro_batch] for start in range(0, len(rows), micro_batch)]
+    assert len(rows) % (ranks * micro_batch) == 0
+    return parts, metrics
+
+
+def parted(parts):
+    return [
+        prompt for prompt in {each for part in parts for each in part}
+        if prompt != "pad" and sum(prompt in part for part in parts) > 1
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_v1_gives_ranks_whole_prompts_where_the_gate_has_a_level_of_them(ranks, monkeypatch):
+    hpo_verl.register("hpo_groups", GROUPS)
+    for sizes in ([4] * 8, [4, 3, 4, 4, 2, 4, 4, 4], [4, 4, 1, 4, 4, 4]):
+        for seed in range(3):
+            parts, metrics = shared_out(monkeypatch, Queue(sizes, seed), ranks)
+            assert not parted(parts)
+            spread = metrics["global_seqlen/balanced_max"] - metrics["global_seqlen/balanced_min"]
+            assert spread <= 4 * 500  # a prompt's, of 4,000 tokens and more that a rank has
+    other, _ = shared_out(monkeypatch, Queue([4] * 8), 2, mode="hpo_ppo_clip")
+    assert parted(other)
+
+
+def test_a_rank_trains_on_prompts_in_the_order_of_the_batch(monkeypatch):
+    """Sorted by length they would make updates of long answers first."""
+    hpo_verl.register("hpo_groups", GROUPS)
+    parts, _ = shared_out(monkeypatch, Queue([4] * 16), 2)
+    first = [int(part[0].removeprefix("u_")) for part in parts]
+    assert first[:8] == sorted(first[:8]) and first[8:] == sorted(first[8:]) and first != sorted(first)
+
+
+def test_prompts_without_room_in_a_micro_batch_are_named(monkeypatch):
+    hpo_verl.register("hpo_groups", GROUPS)
+    wide, _ = shared_out(monkeypatch, Queue([6, 2, 4, 4]), 1, ppo_micro_batch_size_per_gpu=8)
+    assert not parted(wide)
+    for sizes, fields in (([4, 6, 4, 2], {}), ([4] * 4, {"ppo_mini_batch_size": 1})):
+        with pytest.raises(ValueError, match=r"'hpo_groups' has .* rows has no room for the [46] rows of prompt u_"):
+            shared_out(monkeypatch, Queue(sizes), 2, **fields)
+    shared_out(monkeypatch, Queue([3, 3, 3, 3, 3, 1]), 2)  # which no order keeps whole: the worker refuses them
 
 
 # ------------------------------------------------------------------------------------------------- verl's whole actor

@@ -27,6 +27,8 @@ RUNS = {
     "vanilla": Run("vanilla", "grpo", 2, *TIGHT),
     "hpo_ppo_clip": Run("hpo_ppo_clip", "hpo_grpo", 2, *TIGHT),
     "steps": Run("hpo_step_gspo", "hpo_gigpo", 2),
+    "levels": Run("user_levels", "hpo_grpo", 2),
+    "levels, alone": Run("user_levels", "hpo_grpo", 1),
 }
 
 
@@ -98,16 +100,19 @@ def fit(run: Run, group: Any, config: Any) -> dict[str, torch.Tensor]:
 def main(folder: Path, names: list[str]) -> None:
     verl_on_cpu.make_model(folder)
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
-    results, group = {}, None
+    results: dict[str, dict[str, torch.Tensor]] = {}
+    groups: dict[int, Any] = {}
     for name in names or [*RUNS]:
         config = configured(folder, RUNS[name])
         config.actor_rollout_ref.rollout.calculate_log_probs = False
         config.transfer_queue.enable = True
         config.transfer_queue.backend.SimpleStorage.num_data_storage_units = 1
-        if group is None:
+        if not groups:
             transfer_queue.init(config.transfer_queue)
-            group = workers(RUNS[name].ranks, config.actor_rollout_ref)
-        results[name] = fit(RUNS[name], group, config)
+        ranks = RUNS[name].ranks
+        if ranks not in groups:
+            groups[ranks] = workers(ranks, config.actor_rollout_ref)
+        results[name] = fit(RUNS[name], groups[ranks], config)
     torch.save(results, folder / "fits.pt")
     transfer_queue.close()
     ray.shutdown()

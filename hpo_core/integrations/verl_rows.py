@@ -69,8 +69,9 @@ class MicroBatch(NamedTuple):
         check(
             not parted,
             "loss_mode: the gate of {!r} has a level of prompt groups, and a micro-batch has {} of the {} answers to "
-            "prompt {}; set trainer.balance_batch=False, actor.shuffle=False, actor.use_dynamic_bsz=False, and "
-            "actor.ppo_micro_batch_size_per_gpu to a multiple of rollout.n",
+            "prompt {}; set actor.shuffle=False, actor.use_dynamic_bsz=False, actor.ppo_micro_batch_size_per_gpu to a "
+            "multiple of rollout.n, with trainer.use_v1=False trainer.balance_batch=False; with trainer.use_v1=True "
+            "register it in a module of VERL_USE_EXTERNAL_MODULES, which the driver imports, too",
             loss,
             *(parted[0] if parted else ()),
         )

@@ -21,6 +21,7 @@ from ..checks import check
 from .prompt_advantages import numbers_of, prompt_advantages, settings_of
 from .replaced import after_import
 from .turns import Step, steps_of_turns, turns
+from .verl_prompts import keep_prompts
 from .verl_rows import check_bypass
 
 FIELD = "hpo_steps"
@@ -151,7 +152,13 @@ def _of_sessions(
 def install_steps() -> None:
     """Shows rows to estimators, in this process; verl's trainers are imported after the plug-ins, and take seconds."""
     after_import("verl.trainer.ppo.ray_trainer", _show_rows)
-    after_import("verl.trainer.ppo.v1.trainer_base", _show_queue)
+    after_import("verl.trainer.ppo.v1.trainer_base", _wrap_v1)
+
+
+def _wrap_v1(module: ModuleType) -> None:
+    """One function for both, because a module has one that waits for it."""
+    _show_queue(module)
+    keep_prompts(module)
 
 
 def _show_rows(module: ModuleType) -> None:

@@ -21,6 +21,13 @@ FIELDS = {
     "dual clip": {**CLIP, "eps_clip_higher": 0.28, "c_clip": 1.4},
     "gspo": {**CLIP, "eps_clip": 0.05, "eps_clip_higher": 0.06, "importance_sampling_level": "sequence"},
     "gspo and dual clip": {**CLIP, "eps_clip": 0.1, "c_clip": 1.15, "importance_sampling_level": "sequence"},
+    "no lower clip": {**CLIP, "eps_clip": 2.0, "eps_clip_higher": 0.1},
+    "no lower clip of sequences": {
+        **CLIP,
+        "eps_clip": 2.0,
+        "eps_clip_higher": 0.05,
+        "importance_sampling_level": "sequence",
+    },
     "sapo": {**CLIP, "use_sapo_loss": True},
 }
 REJECTIONS = {

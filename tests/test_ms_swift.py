@@ -22,10 +22,15 @@ ARGUMENTS = {
     "bnpo": ({"loss_type": "bnpo"}, True),
     "dr_grpo and kl": ({"loss_type": "dr_grpo", "beta": 0.04}, False),
     "dapo": ({"loss_type": "dapo"}, True),
+    "no lower clip": ({"loss_type": "dapo", "epsilon": 2.0, "epsilon_high": 0.2}, True),
     "delta": ({"loss_type": "dapo", "delta": 1.4}, True),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.5}, False),
     "sapo": ({"loss_type": "sapo", "tau_pos": 1.5}, False),
     "sequence": ({"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02}, True),
+    "no lower clip of sequences": (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 2.0, "epsilon_high": 0.02},
+        True,
+    ),
     "sequence_token": ({"loss_type": "grpo", "importance_sampling_level": "sequence_token", "epsilon": 0.02}, True),
     **{
         f"{level} and delta": (

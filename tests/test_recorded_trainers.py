@@ -212,6 +212,11 @@ def test_easyr1_takes_the_gate_of_the_environment_or_refuses_it(monkeypatch):
     monkeypatch.setenv("HPO_GATE", "")
     with pytest.raises(ValueError, match="loss_type"):
         of_easyr1(batch, batch.logp, loss_type="mean")
+    for kind in ("default", "gspo", "cispo"):
+        with pytest.raises(ValueError, match=r"clip_ratio_low: expected an epsilon <= 1, got 2\.0; EasyR1 takes"):
+            of_easyr1(batch, batch.logp, loss_type=kind, clip_ratio_low=2.0)
+        assert of_easyr1(batch, batch.logp, loss_type=kind, clip_ratio_low=1.0)[0].isfinite()
+    assert of_easyr1(batch, batch.logp, loss_type="sapo", clip_ratio_low=2.0)[0].isfinite()
 
 
 # ------------------------------------------------------------------------------------------------------------- NeMo-RL

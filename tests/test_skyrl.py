@@ -89,6 +89,14 @@ def test_equals_skyrl(theirs, reduction, skyrl, ours):
     assert clipped > 0.1 or theirs == "sapo", "nothing was clipped: the comparison says little"
 
 
+@pytest.mark.parametrize("theirs", ["regular", "dual_clip", "gspo"])
+def test_a_lower_epsilon_above_1_is_no_clip(theirs, skyrl, ours):
+    name, fields = LOSSES[theirs]
+    batch, config = Batch(per_token=True), configuration(policy_loss_type=theirs, **{**fields, "eps_clip_low": 2.0})
+    own, peer = (call(skyrl, each, batch, batch.advantages, config) for each in (name, theirs))
+    equal(own, peer, batch.logp)
+
+
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("theirs", LOSSES)
 def test_equals_skyrl_with_its_corrections(theirs, correction, skyrl, ours):

@@ -2,10 +2,11 @@
 
 import dataclasses
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
-from trainer_batches import modules
+from trainer_batches import Batch, clipped, differ, equal, integration, masked, modules
 
 import hpo_core as hpo
 from hpo_core import gates
@@ -30,6 +31,69 @@ def test_a_head_whose_penalty_is_0_is_proportional(name):
     check_proportional(dataclasses.replace(gate, head_numbers=(0.0, 0.0)), "a trainer")
     with pytest.raises(ValueError, match="does not grow with the advantage"):
         check_proportional(gate, "a trainer")
+
+
+CLIPS = {
+    "areal": lambda low, level: integration("areal")._described(
+        {
+            "importance_sampling_level": level, "eps_clip": low, "eps_clip_higher": None, "c_clip": None,
+            "use_sapo_loss": False,
+        },
+        1.0, 1.05, False,
+    ),
+    "open_instruct": lambda low, _: integration("open_instruct")._described(
+        SimpleNamespace(loss_fn="dapo", clip_lower=low, clip_higher=2.0)
+    ),
+    "openrlhf": lambda low, level: integration("openrlhf").HPOPolicyLoss(
+        low, 2.0, policy_loss_type="gspo" if level == "sequence" else "ppo"
+    ).used,
+    "roll": lambda low, level: integration("roll")._described(
+        SimpleNamespace(
+            use_pg_clip_range=True, pg_clip_low=low, pg_clip_high=2.0, dual_clip_loss=False,
+            importance_sampling="seq" if level == "sequence" else "token",
+        )
+    ),
+    "slime": lambda low, level: integration("slime")._described(
+        SimpleNamespace(
+            eps_clip=low, eps_clip_high=2.0, eps_clip_c=None,
+            advantage_estimator="gspo" if level == "sequence" else "grpo",
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        (name, level)
+        for name in CLIPS
+        for level in ("token", "sequence")
+        if (name, level) != ("open_instruct", "sequence")
+    ],
+)
+def test_a_lower_epsilon_above_1_is_no_clip(name, level):
+    """In the trainers' own losses a ratio is never below 1 - 2. AReaL's epsilon is that of both sides."""
+    with modules(
+        roll__pipeline__rlvr__actor_worker={"ActorWorker": object},
+        roll__utils__train_infer_corrections={"compute_train_infer_correction": None},
+    ):
+        gate = CLIPS[name](2.0, level)
+    batch = Batch(width=1.5, per_token=True)
+    counts = batch.mask.sum(1, keepdim=True)
+
+    def ours(logp):
+        weights = torch.ones(len(counts), device="cpu")
+        rows = padded_rows(batch.mask, gate)
+        return token_loss(logp, batch.old, batch.advantages, rows, gate, weights).loss
+
+    def theirs(logp, low=2.0):
+        ratio = logp - batch.old
+        if level == "sequence":
+            ratio = (masked(ratio, batch.mask).sum(1, keepdim=True) / counts).expand_as(logp)
+        return masked(clipped(ratio, 0.0, batch.advantages, low, 2.0), batch.mask).sum()
+
+    equal(ours, theirs, batch.logp)
+    differ(ours, lambda logp: theirs(logp, 0.2), batch.logp)
 
 
 @pytest.mark.parametrize("level", ["row", "token"])

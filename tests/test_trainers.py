@@ -529,11 +529,12 @@ def test_verl_agent(mode):
         "seq-mean-token-sum-norm": 1 / LENGTH,
     }[mode]  # fmt: skip
 
-    def theirs(logp):
-        return (weights * masked(clipped(logp, batch.old, batch.advantages, 0.2, 0.28, 1.5), batch.mask)).sum()
+    def theirs(logp, low=0.2):
+        return (weights * masked(clipped(logp, batch.old, batch.advantages, low, 0.28, 1.5), batch.mask)).sum()
 
     told = {"cliprange_high": 0.28, "clip_ratio_c": 1.5, "loss_agg_mode": mode}
     equal(lambda logp: of_verl_agent(batch, logp, **told), theirs, batch.logp)
+    torch.testing.assert_close(of_verl_agent(batch, batch.logp, cliprange_low=2.0, **told)[0], theirs(batch.logp, 2.0))
     _, fraction, kl, dual = of_verl_agent(batch, batch.logp, **told)
     torch.testing.assert_close(kl, (batch.old - batch.logp)[batch.mask].mean())
     assert fraction > 0.1 and dual > 0

@@ -24,7 +24,7 @@ from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import fractions, packed_rows, padded_rows, sequence_clip, token_loss
+from .micro_batch import fractions, packed_rows, padded_rows, sequence_clip, token_clip, token_loss
 from .named import VARIABLE
 from .replaced import replaced
 from .served import check_environment_gate, check_gate, environment_gate_beside
@@ -152,7 +152,7 @@ def _described(fields: dict[str, Any], positive: float, negative: float, decoupl
         return gates.sapo(positive, negative)
     if level == "sequence":
         return sequence_clip(low, high, fields["c_clip"])
-    return gates.ppo_clip(low, high, ratio_dual=fields["c_clip"])
+    return token_clip(low, high, fields["c_clip"])
 
 
 def _row_means(advantages: torch.Tensor, mask: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

@@ -14,9 +14,10 @@ import torch
 
 from .. import gates
 from ..arguments import check_choice
+from ..checks import check
 from ..gates import RatioGate
 from ..specs import Routing
-from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, weights_of
+from .micro_batch import fractions, padded_rows, sequence_clip, token_clip, token_loss, weights_of
 from .replaced import after_import, run_under_ray
 from .served import check_environment_gate, check_gate, environment_gate_beside
 
@@ -72,12 +73,18 @@ def compute_policy_loss(
 def _described(kind: str, low: float, high: float, dual: float, positive: float, negative: float) -> RatioGate:
     """The gate of EasyR1's ``loss_type``."""
     check_choice("loss_type", kind, ("default", "gspo", "gspo_token", "cispo", "sapo"))
+    check(
+        kind == "sapo" or low <= 1,
+        "clip_ratio_low: expected an epsilon <= 1, got {}; EasyR1 takes the logarithm of 1 - clip_ratio_low, and "
+        "its own loss would be NaN; 1 is no lower clip",
+        low,
+    )
     if kind == "cispo":
         return gates.cispo(ratio_cap=1 + high, ratio_low=1 - low)
     if kind == "sapo":
         return gates.sapo(positive, negative)
     if kind == "default":
-        return gates.ppo_clip(low, high, ratio_dual=dual)
+        return token_clip(low, high, dual)
     return sequence_clip(low, high, dual, routing=Routing.THROUGH if kind == "gspo" else Routing.SELF)
 
 

@@ -25,14 +25,30 @@ _DUAL = "clipped_high_negative"
 _MOST_K3 = 10.0  # of a token, in trainers that clamp k3
 
 
+def lower_epsilon(low: float) -> float:
+    """The lower epsilon of a trainer as gates take it. Trainers compute with one above 1, too; as ratios are positive,
+    it is no clip.
+
+    >>> lower_epsilon(0.2), lower_epsilon(10.0)
+    (0.2, 1.0)
+    """
+    return min(low, 1.0)
+
+
+def token_clip(low: float, high: float, ratio_dual: float | None = None) -> RatioGate:
+    """PPO's clip with the numbers of a trainer."""
+    return gates.ppo_clip(lower_epsilon(low), high, ratio_dual=ratio_dual)
+
+
 def sequence_clip(low: float, high: float, ratio_dual: float | None = None, **level: Any) -> RatioGate:
-    """GSPO with the dual clip that trainers add to it. ``level``: its unit and routing, where they are others.
+    """GSPO with the numbers of a trainer and the dual clip that trainers add to it. ``level``: its unit and routing,
+    where they are others.
 
     >>> from hpo_core import gates
     >>> sequence_clip(3e-4, 4e-4).levels == gates.gspo().levels
     True
     """
-    clip = gates.ppo_clip(low, high, ratio_dual=ratio_dual).token
+    clip = token_clip(low, high, ratio_dual).token
     assert isinstance(clip, Clip)
     return RatioGate("gspo", Drop(), (Level(clip, **level),), source="arXiv 2507.18071")
 

@@ -27,7 +27,7 @@ from ..batch import PackedBatch
 from ..checks import check, require_type
 from ..gates import RatioGate
 from ..specs import Routing
-from .micro_batch import fractions, padded_rows, sequence_clip, token_loss
+from .micro_batch import fractions, padded_rows, sequence_clip, token_clip, token_loss
 from .served import check_gate, check_sampler, check_unread
 
 __all__ = ["HPOSwiftTrainer", "use"]
@@ -93,7 +93,7 @@ class HPOSwiftTrainer(grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         least = 1 + self.epsilon_high
         check(delta is None or delta >= least, "delta: expected >= 1 + epsilon_high = {}, got {}", least, delta)
         if level == "token":
-            return gates.ppo_clip(self.epsilon_low, self.epsilon_high, ratio_dual=delta)
+            return token_clip(self.epsilon_low, self.epsilon_high, delta)
         routings = {"sequence": Routing.THROUGH, "sequence_token": Routing.SELF}
         check_choice("importance_sampling_level", level, ("token", *routings))
         return sequence_clip(self.epsilon_low, self.epsilon_high, delta, routing=routings[level])

@@ -20,7 +20,7 @@ from .. import gates
 from ..arguments import check_choice
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import fractions, packed_rows, token_loss, warn_of_flags
+from .micro_batch import fractions, packed_rows, token_clip, token_loss, warn_of_flags
 from .replaced import after_import, run_under_ray
 from .served import check_environment_gate, check_gate, environment_gate_beside
 
@@ -130,7 +130,7 @@ def _described(config: Any) -> RatioGate:
     check_choice("loss_fn", config.loss_fn, ("dapo", "cispo"))
     if config.loss_fn == "cispo":
         return gates.cispo(ratio_cap=1 + config.clip_higher)
-    return gates.ppo_clip(config.clip_lower, config.clip_higher)
+    return token_clip(config.clip_lower, config.clip_higher)
 
 
 def install() -> None:

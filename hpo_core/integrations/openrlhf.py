@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from .. import aggregation, gates
+from .. import aggregation
 from ..arguments import check_choice
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
-from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, warn_of_flags
+from .micro_batch import fractions, padded_rows, sequence_clip, token_clip, token_loss, warn_of_flags
 from .named import environment_gate, named_gate
 from .replaced import run_under_ray
 from .served import check_environment_gate, check_gate, check_unread
@@ -74,7 +74,7 @@ class HPOPolicyLoss(torch.nn.Module):
             self.per_token, self.anchors_sampler = False, is_correction_level != "off"
         else:
             check_choice("policy_loss_type", policy_loss_type, ("ppo", "gspo"))
-            gate = gates.ppo_clip(clip_eps_low, clip_eps_high, ratio_dual=dual_clip)
+            gate = token_clip(clip_eps_low, clip_eps_high, dual_clip)
         check_gate(gate, "OpenRLHF")
         _check_correction(is_correction_level, is_correction_mode, is_correction_gating, is_correction_threshold)
         check(

@@ -18,13 +18,13 @@ try:
 except ImportError as error:
     raise ImportError("hpo_core.integrations.roll needs ROLL 0.3 from github.com/alibaba/ROLL") from error
 
-from .. import gates, kl
+from .. import kl
 from ..batch import PackedBatch
 from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
 from ..specs import Unit
-from .micro_batch import fractions, padded_rows, sequence_clip, token_loss, weights_of
+from .micro_batch import fractions, padded_rows, sequence_clip, token_clip, token_loss, weights_of
 from .served import check_gate, environment_gate_beside
 
 __all__ = ["HPOActorWorker"]
@@ -145,4 +145,4 @@ def _described(config: Any) -> RatioGate:
         return sequence_clip(*bounds, dual)
     if getattr(config, "ratio_type", "token") == "segment":
         return sequence_clip(*bounds, dual, unit=Unit.STEP)
-    return gates.ppo_clip(*bounds, ratio_dual=dual)
+    return token_clip(*bounds, dual)

@@ -37,7 +37,7 @@ from .. import advantages, gates
 from ..advantages.terms import accepted_keywords, level_of, name_of
 from ..checks import check, require_type
 from ..gates import RatioGate
-from .micro_batch import fractions, padded_rows, token_loss
+from .micro_batch import fractions, lower_epsilon, padded_rows, token_clip, token_loss
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator, prompt_advantages, settings_of
 from .served import check_gate, check_proportional, check_registered, check_sampler, check_unread
 
@@ -186,25 +186,25 @@ def _reading(gate: RatioGate, config: Any, *fields: str) -> RatioGate:
 
 
 def _ppo_clip(config: Any) -> RatioGate:
-    return _reading(gates.ppo_clip(config.eps_clip_low, config.eps_clip_high), config, *_CLIPS)
+    return _reading(token_clip(config.eps_clip_low, config.eps_clip_high), config, *_CLIPS)
 
 
 def _dual_clip(config: Any) -> RatioGate:
-    gate = gates.ppo_clip(config.eps_clip_low, config.eps_clip_high, config.clip_ratio_c)
+    gate = token_clip(config.eps_clip_low, config.eps_clip_high, config.clip_ratio_c)
     return _reading(gate, config, *_CLIPS, "clip_ratio_c")
 
 
 def _gspo(config: Any) -> RatioGate:
-    return _reading(gates.gspo(config.eps_clip_low, config.eps_clip_high), config, *_CLIPS)
+    return _reading(gates.gspo(lower_epsilon(config.eps_clip_low), config.eps_clip_high), config, *_CLIPS)
 
 
 def _gspo_token(config: Any) -> RatioGate:
-    return _reading(gates.gspo_token(config.eps_clip_low, config.eps_clip_high), config, *_CLIPS)
+    return _reading(gates.gspo_token(lower_epsilon(config.eps_clip_low), config.eps_clip_high), config, *_CLIPS)
 
 
 def _cispo(config: Any) -> RatioGate:
     fields = config.cispo
-    gate = gates.cispo(ratio_cap=1 + fields.cispo_eps_clip_high, ratio_low=max(1 - fields.cispo_eps_clip_low, 0.0))
+    gate = gates.cispo(ratio_cap=1 + fields.cispo_eps_clip_high, ratio_low=1 - lower_epsilon(fields.cispo_eps_clip_low))
     return _reading(gate, config, *_CISPO)
 
 

@@ -20,7 +20,7 @@ from .. import gates
 from ..checks import check
 from ..gates import RatioGate
 from ..metrics import FLAGS
-from .micro_batch import clipped_tokens, packed_rows, sequence_clip, token_loss
+from .micro_batch import clipped_tokens, lower_epsilon, packed_rows, sequence_clip, token_clip, token_loss
 from .served import check_gate, environment_gate_beside
 
 __all__ = ["loss"]
@@ -195,5 +195,5 @@ def _described(args: Any) -> RatioGate:
     if args.advantage_estimator == "gspo":
         return sequence_clip(low, high, dual)
     if args.advantage_estimator == "cispo":
-        return gates.cispo(ratio_cap=1 + high, ratio_low=max(1 - low, 0.0))
-    return gates.ppo_clip(low, high, ratio_dual=dual)
+        return gates.cispo(ratio_cap=1 + high, ratio_low=1 - lower_epsilon(low))
+    return token_clip(low, high, dual)

@@ -35,7 +35,7 @@ from ..losses import PolicyLoss, policy_loss
 from ..metrics import FLAGS, Metrics
 from ..specs import Unit
 from .entropy_methods import PENALISED, MakesPenalty, MakesSelection, check_entropy, penalty_of
-from .micro_batch import fractions, padded_rows, pushed_units
+from .micro_batch import fractions, lower_epsilon, padded_rows, pushed_units
 from .needs import MakesInputs, check_keywords, check_needs, made_inputs
 from .prompt_advantages import ESTIMATORS, check_prompt_estimator
 from .served import check_registered, check_unread
@@ -402,7 +402,7 @@ def _epsilons(config: Any) -> tuple[float, float]:
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     check(low >= 0, "clip_ratio_low: expected an epsilon >= 0, got {}", low)
     check(high >= 0, "clip_ratio_high: expected an epsilon >= 0, got {}", high)
-    return min(low, 1.0), high  # ratios are positive: 1 - low below 0 is no bound
+    return lower_epsilon(low), high
 
 
 def _reading(gate: RatioGate, config: Any, *fields: str) -> RatioGate:

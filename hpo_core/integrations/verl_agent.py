@@ -15,9 +15,8 @@ import importlib
 
 import torch
 
-from .. import gates
 from ..checks import check
-from .micro_batch import fractions, padded_rows, token_loss, warn_of_flags, weights_of
+from .micro_batch import fractions, padded_rows, token_clip, token_loss, warn_of_flags, weights_of
 from .served import check_environment_gate, check_gate, environment_gate_beside
 
 __all__ = ["compute_policy_loss", "install"]
@@ -51,7 +50,7 @@ def compute_policy_loss(
         low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
         check(low is not None and high is not None, "cliprange: expected a bound, got None")
         assert low is not None and high is not None
-        gate = gates.ppo_clip(low, high, ratio_dual=clip_ratio_c)
+        gate = token_clip(low, high, clip_ratio_c)
     check_gate(gate, "verl-agent", one_policy="verl-agent passes its loss no log-probabilities of the sampler")
     batch = padded_rows(response_mask, gate)
     out = token_loss(log_prob, old_log_prob, advantages, batch, gate, weights_of(loss_agg_mode, batch))

@@ -136,6 +136,7 @@ ERRORS = [
         r"selected: .*; its mask is \.as_mask\(\)\.mask",
     ),
     (lambda: hpo.entropy.EntropyWindow("mine", "0.8"), r"quantile: expected .* Fraction\('0\.8'\), got '0\.8'"),
+    (lambda: gates.RatioGate(["mine"], IDENTITY), r"name: expected a string, got \['mine'\]"),
     (lambda: gates.RatioGate("mine", gates.Clip), r"token: expected Identity\(\), Drop\(\), .*, got <class"),
     (lambda: gates.RatioGate("mine", IDENTITY, [gates.Level(IDENTITY)]), r"levels: .*, got \[Level\(Identity\(\)\)\]"),
     (lambda: gates.Level(0.2), r"gate: expected Identity\(\), .*, got 0\.2"),
@@ -191,7 +192,7 @@ ERRORS = [
         (lambda at=at: hpo.PackedBatch.from_lengths([4], 8, steps=torch.tensor([[0, 4], [at, at]])), "steps: expected")
         for at in (6, 9)
     ),
-    (lambda: gates.tis(0), "ratio_cap: expected an absolute ratio > 0 or None, got 0"),
+    (lambda: gates.tis(0), "ratio_cap: expected an absolute ratio >= 1 or None, got 0"),
     (lambda: gates.dapo(eps_high=HUGE), "eps_high: expected a number that a float holds, got one beyond"),
     (lambda: gates.vespo(k=(1.0, HUGE)), r"k\[1\]: expected a number that a float holds"),
     (lambda: gates.Clip(high=(HUGE, 1.0)), "clip: high: expected a number that a float holds"),

@@ -50,6 +50,28 @@ def test_numbers_of_heads_that_are_extreme(head, native_backends):
                     assert torch.isfinite(out.loss) and torch.isfinite(out.grad).all(), (backend, numbers)
 
 
+def of_the_mean(gate):
+    return RatioGate("wide", gates.Drop(), (gates.Level(gate),))
+
+
+@pytest.mark.parametrize(
+    ("wide", "alike"),
+    [
+        *((of_the_mean(gates.Tanh(bound)), of_the_mean(gates.Identity())) for bound in (1e3, 1e10, 1e16, 3e38)),
+        (gates.gmpo(1e39, 1e39), gates.gmpo(math.inf, math.inf)),
+        (of_the_mean(gates.LogClip((-1e39, -1e39), (1e39, 1e39))), of_the_mean(gates.Identity())),
+    ],
+    ids=lambda gate: repr(gate)[:60],
+)
+def test_bounds_far_beyond_every_ratio_are_none(wide, alike, native_backends):
+    example = Example(6)
+    expected = example.run(alike, "reference")
+    for backend in native_backends:
+        out = example.run(wide, backend)
+        assert out.loss.item() == pytest.approx(expected.loss.item(), rel=2e-6), backend
+        assert torch.allclose(out.grad, expected.grad.float(), rtol=1e-5, atol=1e-7), backend
+
+
 # Log-probabilities (now, then): beyond every place where something saturates, and as low as numbers go.
 LOWEST = torch.finfo(torch.float32).min
 EDGES = [

@@ -249,7 +249,7 @@ def _dppo(
 
 
 def _truncated(cap: float | None, unit: Unit | None = None, reduction: Reduction = Reduction.SUM) -> Correction:
-    check(cap is None or cap > 0, "ratio_cap: expected an absolute ratio > 0 or None, got {}", cap)
+    check(cap is None or cap >= 1, "ratio_cap: expected an absolute ratio >= 1 or None, got {}", cap)
     high = _log_pair("ratio_cap", math.inf if cap is None else cap)
     return Correction(Action.CLAMP, high=high, unit=unit, reduction=reduction)
 

@@ -170,6 +170,7 @@ class RatioGate(Short):
 
     def _check_kinds(self) -> None:
         kinds = (Identity, Drop, Clip, LogClip)
+        require_type(isinstance(self.name, str), "name: expected a string, got {!r}", self.name)
         require_type(
             isinstance(self.token, kinds),
             "token: expected {}, got {!r}{}",

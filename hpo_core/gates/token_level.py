@@ -113,6 +113,8 @@ def ce_gppo(
     """
     check_epsilons(eps_low, eps_high)
     check(ratio_dual > 1, "ratio_dual: expected a ratio c > 1, got {}", ratio_dual)
+    for name, weight in (("low_weight", low_weight), ("high_weight", high_weight)):
+        check(weight >= 0, "{}: expected a share of the gradient >= 0, got {}", name, weight)
     clip = Clip(
         low=(0.0, 1.0 - eps_low),
         high=(1.0 + eps_high, float(ratio_dual)),

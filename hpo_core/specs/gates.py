@@ -249,13 +249,20 @@ class Exchange(Protocol):
         function of the table ``[levels, P, 3]`` whose derivative is that of all processes' losses."""
 
 
+_LARGEST = torch.finfo(torch.float32).max
+
+
 def in_floats(spec: Any) -> Any:
     """A spec with each of its numbers as a float: Triton types a number in a tuple by its class, so that an integer
-    would be another kernel, and NumPy's numbers and fractions none."""
+    would be another kernel, and NumPy's numbers and fractions none. A number beyond float32, such as a bound, is
+    infinite."""
     if isinstance(spec, tuple):
         parts = [in_floats(each) for each in spec]
         return type(spec)(*parts) if hasattr(spec, "_fields") else tuple(parts)
-    return spec if spec is None or isinstance(spec, (bool, enum.Enum)) else float(spec)
+    if spec is None or isinstance(spec, (bool, enum.Enum)):
+        return spec
+    number = float(spec)
+    return math.copysign(math.inf, number) if abs(number) > _LARGEST else number
 
 
 class PolicyLossInputs(NamedTuple):

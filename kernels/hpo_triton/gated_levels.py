@@ -89,8 +89,10 @@ def _gate_residual(u, size, low, high, slope, GATE: tl.constexpr):
         derivative = tl.where(beyond, tl.where(flat, zero, rolled_slope), one)
         below, above = beyond & (u < 0.0), beyond & (u > 0.0)
     elif GATE == TANH:
-        decay = tl.exp(-2.0 * tl.abs(u / high))
-        size_of_bend = (1.0 - decay) / (1.0 + decay)
+        v = tl.abs(u / high)
+        decay = tl.exp(-2.0 * v)
+        # Where v is small the quotient cancels, and the next term of the series is beyond a double.
+        size_of_bend = tl.where(v < 1e-4, v - v * v * v / 3.0, (1.0 - decay) / (1.0 + decay))
         value = tl.where(u < 0.0, -high, high) * size_of_bend
         derivative = 1.0 - size_of_bend * size_of_bend
     elif GATE == GAMMA:

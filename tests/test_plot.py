@@ -13,7 +13,7 @@ from lazily import script
 
 import hpo_core as hpo
 from hpo_core import gates, plot
-from hpo_core.gates import Drop, Identity, Level, LogClip, RatioGate, Rollback, Routing, Tanh, Unit
+from hpo_core.gates import Channel, Drop, Identity, Level, LogClip, RatioGate, Rollback, Routing, Tanh, Unit
 from hpo_core.plot.canvas import BLUE, GREY
 
 pytest.importorskip("matplotlib").use("agg")
@@ -222,6 +222,23 @@ def test_a_padded_batch_with_labels_and_a_graph():
     close(heights(figure.axes[0], "log-ratio x"), {0: 0.5, 1: -0.4, 2: 0.2})
     assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == ["a", "b", "c"]
     assert logp.grad is None
+
+
+@pytest.mark.parametrize(
+    ("gate", "options", "title"),
+    [
+        (gates.decoupled(), {"rollout_logp": OLD - 0.5}, "logp - old_logp"),
+        (gates.dppo_tv(channel=Channel.TOTAL), {"rollout_logp": OLD - 0.5}, "logp - rollout_logp"),
+        (gates.hispo(), {"rollout_logp": OLD - 0.5}, "logp - rollout_logp"),
+        (RatioGate("total", Identity(), channel=Channel.TOTAL), {}, "logp - old_logp"),
+        (None, {}, "logp - old_logp"),
+    ],
+)
+def test_the_title_names_the_log_probabilities_that_are_subtracted(gate, options, title):
+    axes = plot.trajectory(OLD + X, OLD, A, TWO_ROWS, gate, **options).axes[0]
+    assert axes.get_title(loc="left") == f"log-ratios, {title}"
+    subtracted = {"old_logp": OLD, **options}[title.removeprefix("logp - ")]
+    close(heights(axes, "log-ratio x"), dict(enumerate((OLD + X - subtracted)[:4].tolist())))
 
 
 # --------------------------------------------------------------------------------------------------------- batch_layout

@@ -12,7 +12,7 @@ import torch
 from ..arguments import examines
 from ..batch import PackedBatch, as_batch
 from ..checks import REFERENCE, check
-from ..gates import RatioGate
+from ..gates import Channel, RatioGate
 from ..prepared import PolicyLossOptions, prepare
 from ..reference.gates import Tokens, gate_tokens, read_tokens
 from ..reference.hierarchy import bounds_of_tokens, combined
@@ -51,10 +51,11 @@ def trajectory(
 ) -> Figure:
     """The way of one row's log-ratios through a gate: aggregates, residuals and budgets, before and after gating.
 
-    The first panel has the log-ratios ``x = logp - old_logp`` and the aggregate of each level; then each level, from
-    the coarsest to the tokens, its residual (grey), the gated residual (coloured) and its budget (dashed); the last
-    one ``z``, the sum of the gated residuals, beside x. Rising and falling log-ratios of a gate with a split are
-    drawn upwards and downwards. All is the definition's, in float64. Masked tokens are left out.
+    The first panel has the log-ratios ``x`` of the gate's channel, ``logp - old_logp`` or ``logp - rollout_logp``, and
+    the aggregate of each level; then each level, from the coarsest to the tokens, its residual (grey), the gated
+    residual (coloured) and its budget (dashed); the last one ``z``, the sum of the gated residuals, beside x. Rising
+    and falling log-ratios of a gate with a split are drawn upwards and downwards. All is the definition's, in float64.
+    Masked tokens are left out.
 
     Args:
         logp, old_logp, advantages, batch, gate, options: as in :func:`~hpo_core.policy_loss`.
@@ -98,7 +99,7 @@ def trajectory(
                 height = float(level.aggregate[begin])
                 label = f"aggregate, {level.name}" if begin == at[0] else None
                 first.hlines(height, begin - 0.5, end - 0.5, color=colours[level.name], lw=2.2, label=label)
-    first.set_title("log-ratios, logp - old_logp", loc="left", fontsize=10)
+    first.set_title(f"log-ratios, {_channel_of(gate, options).value}", loc="left", fontsize=10)
     for panel, level in zip(rest, levels[::-1], strict=False):
         is_token = level.name.startswith("token")
         bars(panel, level.residual, 0.8 if is_token else 1.0, GREY, "residual")
@@ -123,6 +124,12 @@ def trajectory(
     rest[-1].set(xlabel=f"token of row {row}", xlim=(-0.7, count - 0.3))
     figure.supylabel("log-ratio (nats)", fontsize=10)
     return figure  # type: ignore[no-any-return]
+
+
+def _channel_of(gate: RatioGate | None, options: PolicyLossOptions) -> Channel:
+    """The channel of x: without ``rollout_logp`` the loss has ``old_logp`` in its place."""
+    is_total = gate is not None and gate.channel is Channel.TOTAL and options.get("rollout_logp") is not None
+    return Channel.TOTAL if is_total else Channel.STALENESS
 
 
 def _through_gates(

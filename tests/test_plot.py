@@ -241,6 +241,25 @@ def test_the_title_names_the_log_probabilities_that_are_subtracted(gate, options
     close(heights(axes, "log-ratio x"), dict(enumerate((OLD + X - subtracted)[:4].tolist())))
 
 
+def test_of_censored_deviations_these_and_the_budget_of_their_sum_are_drawn():
+    gate, mask = gates.reconstructed.apc(0.1), torch.tensor([1, 1, 0, 1, 1, 1, 1])
+    batch = hpo.PackedBatch.from_lengths([4, 3], mask=mask)
+    figure = plot.trajectory(OLD + X, OLD, A, batch, gate)
+    deviations = {at: abs(math.expm1(float(X[at]))) for at in (0, 1, 3)}
+    total = sum(deviations.values())
+    first, answer, token, last = figure.axes
+    close(heights(first, "deviation |e^x - 1|"), deviations)
+    close(heights(answer, "residual"), dict.fromkeys(deviations, total))
+    close(heights(answer, "gated"), dict.fromkeys(deviations, 3 * 0.1 - total))
+    assert lines_of(answer) == [([-0.5, 1.5], pytest.approx(0.3)), ([2.5, 3.5], pytest.approx(0.3))]
+    assert lines_of(token) == []
+    close(heights(last, "deviation |e^x - 1|"), deviations)
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles[0] == "deviations |e^x - 1|, x = logp - old_logp"
+    assert titles[-1] == "z, the sum of the gated residuals"
+    assert "log-ratio" not in " ".join([*titles, figure.get_supylabel()])
+
+
 # --------------------------------------------------------------------------------------------------------- batch_layout
 
 

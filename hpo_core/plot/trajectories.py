@@ -17,7 +17,8 @@ from ..prepared import PolicyLossOptions, prepare
 from ..reference.gates import Tokens, gate_tokens, read_tokens
 from ..reference.hierarchy import bounds_of_tokens, combined
 from ..reference.segments import flat
-from ..specs import LevelKind, PolicyLossInputs, PolicyLossSpec, TokenGate, Unit
+from ..reference.terms import deviation_of
+from ..specs import Head, LevelKind, PolicyLossInputs, PolicyLossSpec, TokenGate, Unit
 from .canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, pyplot_for
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ def trajectory(
     The first panel has the log-ratios ``x`` of the gate's channel, ``logp - old_logp`` or ``logp - rollout_logp``, and
     the aggregate of each level; then each level, from the coarsest to the tokens, its residual (grey), the gated
     residual (coloured) and its budget (dashed); the last one ``z``, the sum of the gated residuals, beside x. Rising
-    and falling log-ratios of a gate with a split are drawn upwards and downwards. All is the definition's, in float64.
-    Masked tokens are left out.
+    and falling log-ratios of a gate with a split are drawn upwards and downwards. Under ``Head.CENSORED``, whose levels
+    add up deviations ``|e^x - 1|``, these are drawn in the place of x. All is the definition's, in float64. Masked
+    tokens are left out.
 
     Args:
         logp, old_logp, advantages, batch, gate, options: as in :func:`~hpo_core.policy_loss`.
@@ -79,8 +81,9 @@ def trajectory(
     pyplot = pyplot_for("trajectory")
     batch = as_batch(batch)
     check(0 <= row < batch.rows, "row: expected 0 to {}, got {}", batch.rows - 1, row)
-    x, z, drawn, levels = _through_gates(logp, old_logp, advantages, batch, gate, row, options)
-    count = x.numel()
+    entering, z, drawn, levels = _through_gates(logp, old_logp, advantages, batch, gate, row, options)
+    count = entering.numel()
+    words = _words_of(gate, options)
     check(labels is None or len(labels) == count, "labels: expected one for each of {} tokens, got {}", count, labels)
     panels = len(levels) + 2
     size = (min(14.0, 4.5 + 0.16 * count), 0.6 + 1.55 * panels)
@@ -91,7 +94,7 @@ def trajectory(
     def bars(panel: Any, values: torch.Tensor, width: float, colour: str, label: str) -> None:
         panel.bar(at, values[drawn].tolist(), width, color=colour, label=label)
 
-    bars(first, x, 0.8, GREY, "log-ratio x")
+    bars(first, entering, 0.8, GREY, words.entering)
     colours = dict(zip([level.name for level in reversed(levels)], itertools.cycle((BLUE, GREEN, PURPLE, ORANGE))))
     for level in levels[::-1]:
         if not level.name.startswith("token"):
@@ -99,7 +102,7 @@ def trajectory(
                 height = float(level.aggregate[begin])
                 label = f"aggregate, {level.name}" if begin == at[0] else None
                 first.hlines(height, begin - 0.5, end - 0.5, color=colours[level.name], lw=2.2, label=label)
-    first.set_title(f"log-ratios, {_channel_of(gate, options).value}", loc="left", fontsize=10)
+    first.set_title(words.first, loc="left", fontsize=10)
     for panel, level in zip(rest, levels[::-1], strict=False):
         is_token = level.name.startswith("token")
         bars(panel, level.residual, 0.8 if is_token else 1.0, GREY, "residual")
@@ -111,9 +114,9 @@ def trajectory(
                 panel.plot((begin - 0.5, end - 0.5), (height, height), color=RED, lw=1.3, ls="--", label=label)
                 label = None
         panel.set_title(f"{level.name}, residual{' (dropped)' * level.is_dropped}", loc="left", fontsize=10)
-    bars(rest[-1], x, 0.8, GREY, "log-ratio x")
+    bars(rest[-1], entering, 0.8, GREY, words.entering)
     bars(rest[-1], z, 0.45, SKY, "gated z")
-    rest[-1].set_title("gated log-ratio z, the sum of the gated residuals", loc="left", fontsize=10)
+    rest[-1].set_title(words.last, loc="left", fontsize=10)
     for panel in (first, *rest):
         panel.axhline(0, color="black", lw=0.6)
         panel.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
@@ -122,14 +125,30 @@ def trajectory(
     if labels is not None:
         rest[-1].set_xticks(range(count), labels)
     rest[-1].set(xlabel=f"token of row {row}", xlim=(-0.7, count - 0.3))
-    figure.supylabel("log-ratio (nats)", fontsize=10)
+    figure.supylabel(words.axis, fontsize=10)
     return figure  # type: ignore[no-any-return]
 
 
-def _channel_of(gate: RatioGate | None, options: PolicyLossOptions) -> Channel:
-    """The channel of x: without ``rollout_logp`` the loss has ``old_logp`` in its place."""
+class _Words(NamedTuple):
+    """What is drawn, in titles of the first and the last panel, in legends, and at the axis."""
+
+    first: str
+    last: str
+    entering: str
+    axis: str
+
+
+def _words_of(gate: RatioGate | None, options: PolicyLossOptions) -> _Words:
+    # Without rollout_logp the loss has old_logp in its place.
     is_total = gate is not None and gate.channel is Channel.TOTAL and options.get("rollout_logp") is not None
-    return Channel.TOTAL if is_total else Channel.STALENESS
+    channel = (Channel.TOTAL if is_total else Channel.STALENESS).value
+    if gate is not None and gate.head is Head.CENSORED:
+        first = f"deviations |e^x - 1|, x = {channel}"
+        return _Words(
+            first, "z, the sum of the gated residuals", "deviation |e^x - 1|", "deviation of the ratio from 1"
+        )
+    last = "gated log-ratio z, the sum of the gated residuals"
+    return _Words(f"log-ratios, {channel}", last, "log-ratio x", "log-ratio (nats)")
 
 
 def _through_gates(
@@ -141,7 +160,8 @@ def _through_gates(
     row: int,
     options: PolicyLossOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[_Level]]:
-    """x, z, whether each token is valid, and the gates, finest first, of the tokens of a row, on the host."""
+    """x or what levels aggregate in its place, z, whether each token is valid, and the gates, finest first, of the
+    tokens of a row, on the host."""
     logp = logp.detach().double()
     given: dict[str, Any] = {"weights": torch.ones(batch.rows, dtype=logp.dtype, device=logp.device)}
     given |= {name: value for name, value in options.items() if name not in ("backend", "report")}
@@ -160,19 +180,20 @@ def _through_gates(
         for number, channel in enumerate(channels):
             part = "" if len(channels) == 1 else " (rising)" if channel.sign > 0 else " (falling)"
             aggregate, residual, value = (channel.sign * of_row(each) for each in channel.levels[k][:3])
-            low, high = map(of_row, _budgets(k, number, tokens, inputs, spec))
+            low, high = map(of_row, _budgets(k, number, channel.levels[k].size, tokens, inputs, spec))
             if channel.sign < 0:
                 low, high = -high, -low
             dropped = k == 0 and spec.token is TokenGate.DROP
             levels.append(_Level(name + part, aggregate, residual, value, low, high, dropped))
     z = combined(channels)[0]
-    return of_row(tokens.x), of_row(z), of_row(tokens.valid), levels
+    entering = deviation_of(tokens.x).abs() if spec.head is Head.CENSORED else tokens.x
+    return of_row(entering), of_row(z), of_row(tokens.valid), levels
 
 
 def _budgets(
-    k: int, channel: int, tokens: Tokens, inputs: PolicyLossInputs, spec: PolicyLossSpec
+    k: int, channel: int, count: torch.Tensor | None, tokens: Tokens, inputs: PolicyLossInputs, spec: PolicyLossSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bounds of the k-th gate of each token ``[T]``, in log space."""
+    """The bounds of the k-th gate of each token ``[T]``, as the residual has them. ``count``: n of its segment."""
     none = torch.full_like(tokens.x, math.inf)
     if k == 0:
         is_clip = spec.token is TokenGate.CLIP
@@ -181,6 +202,9 @@ def _budgets(
     low, high = (none.new_tensor(bound)[tokens.negative + 2 * channel] for bound in (level.low, level.high))
     if level.gate is LevelKind.CLIP:
         return low, high
+    if level.gate is LevelKind.EXCESS:
+        assert count is not None
+        return -none, count * high
     return (-high, high) if level.gate in (LevelKind.ROLLBACK, LevelKind.TANH) else (-none, none)
 
 

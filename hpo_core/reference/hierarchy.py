@@ -20,6 +20,7 @@ class Gated(NamedTuple):
     value: torch.Tensor  # g_k of it
     below: torch.Tensor  # bool, the residual is below the gate's bounds
     above: torch.Tensor
+    size: torch.Tensor | None = None  # n of the segment; of a token None
 
 
 class Channel(NamedTuple):
@@ -109,7 +110,8 @@ def gated_hierarchy(
         residuals = [finer - coarser for finer, coarser in itertools.pairwise([of_token, *aggregates, zero])]
         levels = [Gated(of_token, residuals[0], *_gate_token(residuals[0], negative, given, inputs, spec))]
         for aggregate, residual, count, level in zip(aggregates, residuals[1:], counts, spec.levels, strict=True):
-            levels.append(Gated(aggregate, residual, *_gate_level(residual, negative + 2 * channel, count, level)))
+            of_level = _gate_level(residual, negative + 2 * channel, count, level)
+            levels.append(Gated(aggregate, residual, *of_level, count))
         gated.append(Channel(1 - 2 * channel, tuple(levels)))
     return tuple(gated)
 

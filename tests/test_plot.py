@@ -224,6 +224,12 @@ def test_a_padded_batch_with_labels_and_a_graph():
     assert logp.grad is None
 
 
+def test_the_options_of_a_loss_are_taken_and_change_nothing():
+    options = {"report": ("tokens", "levels"), "backend": "cpu", "weights": None, "token_mask": None}
+    drawn = [plot.trajectory(OLD + X, OLD, A, TWO_ROWS, BUDGETS, **each) for each in ({}, options)]
+    assert [heights(figure.axes[-1], "gated z") for figure in drawn][1:] == [heights(drawn[0].axes[-1], "gated z")]
+
+
 @pytest.mark.parametrize(
     ("gate", "options", "title"),
     [
@@ -380,6 +386,14 @@ TEN = hpo.PackedBatch.from_lengths([10])
         (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, labels=["a"]), "labels: expected one"),
         (lambda: plot.trajectory(OLD, OLD[:4], A, TWO_ROWS), "old_logp: expected"),
         (lambda: plot.trajectory("x", OLD, A, TWO_ROWS), "logp: expected"),
+        (lambda: plot.trajectory(OLD.half(), OLD, A, TWO_ROWS), "logp: expected dtype float32 or float64, got float16"),
+        (lambda: plot.trajectory(OLD.bfloat16(), OLD, A, TWO_ROWS), "logp: expected dtype float32 or float64, got bf"),
+        (lambda: plot.trajectory(OLD.long(), OLD, A, TWO_ROWS), "logp: expected dtype float32 or float64, got int64"),
+        (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, backend="no"), "backend: expected one of"),
+        (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, report=("no",)), "report: expected some of"),
+        (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, report=("levels",)), "report: 'levels' is for a gate with"),
+        (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, token_masks=1), "token_masks: trajectory has no such argument"),
+        (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, axes=1), "axes: trajectory has no such argument"),
         (lambda: plot.batch_layout(TWO_ROWS, rows=(1, 3)), "rows: expected 0 <= first"),
         (lambda: plot.batch_layout("x"), "batch: expected a PackedBatch"),
         (lambda: plot.batch_layout(hpo.PackedBatch.from_lengths([])), "batch: expected a row with tokens"),

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..arguments import examines
+from ..backends import resolve
 from ..batch import PackedBatch, as_batch
-from ..checks import REFERENCE, check
+from ..checks import REFERENCE, check, check_precise
 from ..gates import Channel, RatioGate
-from ..prepared import PolicyLossOptions, prepare
+from ..prepared import PolicyLossOptions, check_options, prepare
 from ..reference.gates import Tokens, gate_tokens, read_tokens
 from ..reference.hierarchy import bounds_of_tokens, combined
 from ..reference.segments import flat
@@ -60,7 +61,8 @@ def trajectory(
     tokens are left out.
 
     Args:
-        logp, old_logp, advantages, batch, gate, options: as in :func:`~hpo_core.policy_loss`.
+        logp, old_logp, advantages, batch, gate, options: as in :func:`~hpo_core.policy_loss`; ``report`` and
+            ``backend`` change nothing.
         row: of the packed batch (or the padded one). Aggregates are those of whole segments, with all their rows.
         labels: a text for each token of the row, such as the decoded tokens.
 
@@ -79,6 +81,8 @@ def trajectory(
     ['log-ratios', 'trajectory', 'token', 'gated log-ratio z']
     """
     pyplot = pyplot_for("trajectory")
+    check_options(trajectory, options)
+    check_precise("logp", logp)
     batch = as_batch(batch)
     check(0 <= row < batch.rows, "row: expected 0 to {}, got {}", batch.rows - 1, row)
     entering, z, drawn, levels = _through_gates(logp, old_logp, advantages, batch, gate, row, options)
@@ -164,7 +168,9 @@ def _through_gates(
     tokens of a row, on the host."""
     logp = logp.detach().double()
     given: dict[str, Any] = {"weights": torch.ones(batch.rows, dtype=logp.dtype, device=logp.device)}
-    given |= {name: value for name, value in options.items() if name not in ("backend", "report")}
+    given |= {name: value for name, value in options.items() if name != "backend"}
+    if options.get("backend") is not None:
+        resolve("gates", logp, options["backend"])
     inputs, spec, exchange, *_ = prepare(logp, old_logp, advantages, batch, gate, backend=REFERENCE, **given)
     inputs = flat(inputs)
     tokens = read_tokens(inputs, spec)

@@ -379,6 +379,12 @@ TEN = hpo.PackedBatch.from_lengths([10])
         (lambda: plot.trajectory(OLD.to("meta"), OLD, A, TWO_ROWS), "logp: expected"),
         (lambda: plot.entropy_window(H[:9], TEN, hpo.entropy.ares()), "entropy: expected"),
         (lambda: plot.gate_curve(gates.dapo(), ratios=(0.0, 2.0)), "ratios: expected 0 < least"),
+        (
+            lambda: plot.gate_curve(gates.dapo(), ratios=(1.0, math.inf)),
+            "ratios: expected 0 < least < greatest < inf, g",
+        ),
+        (lambda: plot.gate_curve(gates.dapo(), old_logp=math.inf), "old_logp: expected a finite number"),
+        (lambda: plot.gate_curve(gates.dapo(), old_logp=-math.inf), "old_logp: expected a finite number"),
         (lambda: plot.gate_curve(gates.dapo(), alone=True), "tokens: expected at least 1"),
         (lambda: plot.gate_curve(gates.dapo(), points=1), "points: expected at least 2"),
         (lambda: plot.gate_curve(gates.hapo_clip()), "gate_inputs: the gate 'hapo_clip' needs bounds"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..arguments import examines
+from ..arguments import check_finite, examines
 from ..batch import PackedBatch
 from ..checks import REFERENCE, check
 from ..gates import RatioGate
@@ -35,7 +36,8 @@ def gate_curve(
 
     Args:
         gate: a RatioGate whose inputs are the batch alone; one that ``needs`` others is refused as by the loss.
-        ratios: the least and the greatest ratio, above 0. Gates of sequences want a closer look: ``(0.999, 1.001)``.
+        ratios: the least and the greatest ratio, above 0 and finite. Gates of sequences want a closer look:
+            ``(0.999, 1.001)``.
         tokens: in the trajectory of the token, which is also its step, group and domain. Default: it alone.
         alone: True: one of the tokens has the ratio and the others have 1, so that a level hardly moves and the gate on
             the token's residual shows; the slope is that in its own log-probability. False: all move together, and the
@@ -56,7 +58,8 @@ def gate_curve(
     [0.55, 0.65, 0.75, 0.85, 0.95, 1.05, 1.15, 0.0, 0.0, 0.0, 0.0]
     """
     low, high = ratios
-    check(0 < low < high, "ratios: expected 0 < least < greatest, got {}", ratios)
+    check(0 < low < high < math.inf, "ratios: expected 0 < least < greatest < inf, got {}", ratios)
+    check_finite(old_logp=old_logp)
     check(tokens >= 1 and (tokens > 1 or not alone), "tokens: expected at least 1, with alone=True 2, got {}", tokens)
     check(points >= 2, "points: expected at least 2, got {}", points)
     ratio = torch.linspace(low, high, points, dtype=torch.float64)

@@ -364,6 +364,46 @@ def test_what_a_window_of_any_width_holds_is_shaded_but_no_masked_token():
     assert {round(patch.get_x() + 0.5) for patch in axes.patches if patch.get_alpha() == 0.25} == {0, 2}
 
 
+# ----------------------------------------------------------------------------------------------------- names and labels
+
+DOLLARS = ["$$", "$\\frac$", "$x$", "a"]
+
+
+@pytest.mark.parametrize("name", ["trajectory", "entropy_window"])
+def test_dollars_in_labels_are_drawn_as_they_are(name):
+    batch = hpo.PackedBatch.from_lengths([4])
+    if name == "trajectory":
+        axes = plot.trajectory(OLD[:4] + X[:4], OLD[:4], A[:1], batch, BUDGETS, labels=DOLLARS).axes[-1]
+    else:
+        axes = plot.entropy_window(H[:4], batch, hpo.entropy.forking_tokens("0.4"), labels=DOLLARS)
+    drawn = drawn_texts(axes.figure)
+    assert [drawn.count(label) for label in DOLLARS] == [1, 1, 1, 1]
+
+
+def test_dollars_in_names_are_drawn_as_they_are():
+    gate = RatioGate("$\\frac$", Identity())
+    assert gate.name in drawn_texts(plot.gate_curve(gate, points=3).figure)
+    window = hpo.entropy.EntropyWindow("$\\frac$", Fraction(1, 2))
+    axes = plot.entropy_window(H[:4], hpo.PackedBatch.from_lengths([4]), window)
+    assert window.name in drawn_texts(axes.figure)
+    own = plot.gate_curve(gates.dapo(), points=3)
+    own.set_title("$x^2$", loc="left")
+    assert "$x^2$" not in drawn_texts(own.figure)  # of a plain name the caller may make a formula
+
+
+def drawn_texts(figure):
+    """The texts that are drawn as they are; formulas are drawn as parts."""
+    figure.canvas.draw()
+    renderer, found = figure.canvas.get_renderer(), []
+    draw_text = renderer.draw_text
+    renderer.draw_text = lambda gc, x, y, text, *rest, ismath=False, **others: (
+        found.append(text) if not ismath else None,
+        draw_text(gc, x, y, text, *rest, ismath=ismath, **others),
+    )
+    figure.draw(renderer)
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------------- what fails
 
 TEN = hpo.PackedBatch.from_lengths([10])

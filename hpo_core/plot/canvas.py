@@ -24,6 +24,11 @@ def pyplot_for(function: str) -> Any:
     return pyplot
 
 
+def title(axes: Axes, name: str) -> None:
+    """A title at the left that is a name. In matplotlib two dollars begin and end a formula, here they are text."""
+    axes.set_title(name, loc="left", fontsize=10, parse_math="$" not in name)
+
+
 def axes_of(function: str, axes: Axes | None, size: tuple[float, float]) -> Any:
     """The Axes to draw on: those given, or new ones."""
     pyplot = pyplot_for(function)

@@ -12,7 +12,7 @@ from ..batch import PackedBatch
 from ..checks import REFERENCE, check
 from ..gates import RatioGate
 from ..losses import policy_loss_and_grad
-from .canvas import BLUE, GREY, RED, axes_of
+from .canvas import BLUE, GREY, RED, axes_of, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +71,7 @@ def gate_curve(
     ax.axvline(1, color=GREY, lw=0.8, ls=":")
     moved = "ratio of the token" if tokens == 1 else "ratio of one token" if alone else f"ratio of all {tokens} tokens"
     ax.set(xlabel=f"{moved}, e^(logp - old_logp)", ylabel="d objective / d logp")
-    ax.set_title(gate.name, loc="left", fontsize=10)
+    title(ax, gate.name)
     ax.legend(frameon=False)
     ax.spines[["top", "right"]].set_visible(False)
     return ax  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from ..arguments import examines
 from ..batch import PackedBatch, as_batch
 from ..checks import check, require_type
 from ..entropy import EntropyWindow, Window, WindowState, cover
-from .canvas import BLUE, GREEN, GREY, ORANGE, RED, axes_of
+from .canvas import BLUE, GREEN, GREY, ORANGE, RED, axes_of, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def entropy_window(
         window: an EntropyWindow: ``forking_tokens``, ``ares`` or your own.
         state: the state that ``window.fit`` returned for the optimiser step. Default: fitted on these entropies.
         row: of the packed (or padded) batch.
-        labels: a text for each token of the row, such as the decoded tokens.
+        labels: a text for each token of the row, such as the decoded tokens; a ``$`` in it is no formula.
         axes: to draw on. Default: new ones.
 
     Returns:
@@ -86,10 +86,10 @@ def entropy_window(
             ax.plot(at.tolist(), score[at].tolist(), "o", color=GREEN, markerfacecolor=face, label=label)
     ax.axhline(float(state.threshold), color=RED, lw=1.5, ls="--", label=f"threshold {float(state.threshold):.3g}")
     ax.set(xlabel=f"token of row {row}", ylabel="entropy (nats)")
-    ax.set_title(window.name, loc="left", fontsize=10)
+    title(ax, window.name)
     ax.xaxis.get_major_locator().set_params(integer=True)
     if labels is not None:
-        ax.set_xticks(range(count), labels)
+        ax.set_xticks(range(count), labels, parse_math=False)
     ax.set_xlim(-0.7, count - 0.3)
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
     ax.spines[["top", "right"]].set_visible(False)

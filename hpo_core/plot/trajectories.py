@@ -64,7 +64,7 @@ def trajectory(
         logp, old_logp, advantages, batch, gate, options: as in :func:`~hpo_core.policy_loss`; ``report`` and
             ``backend`` change nothing.
         row: of the packed batch (or the padded one). Aggregates are those of whole segments, with all their rows.
-        labels: a text for each token of the row, such as the decoded tokens.
+        labels: a text for each token of the row, such as the decoded tokens; a ``$`` in it is no formula.
 
     Returns:
         The Figure, one Axes for each panel.
@@ -127,7 +127,7 @@ def trajectory(
         panel.spines[["top", "right"]].set_visible(False)
     rest[-1].xaxis.get_major_locator().set_params(integer=True)
     if labels is not None:
-        rest[-1].set_xticks(range(count), labels)
+        rest[-1].set_xticks(range(count), labels, parse_math=False)
     rest[-1].set(xlabel=f"token of row {row}", xlim=(-0.7, count - 0.3))
     figure.supylabel(words.axis, fontsize=10)
     return figure  # type: ignore[no-any-return]

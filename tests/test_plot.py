@@ -406,7 +406,7 @@ def drawn_texts(figure):
 
 # ----------------------------------------------------------------------------------------------------------- what fails
 
-TEN = hpo.PackedBatch.from_lengths([10])
+TEN, NO_ROWS = (hpo.PackedBatch.from_lengths(lengths) for lengths in ([10], []))
 
 
 @pytest.mark.parametrize(
@@ -430,6 +430,14 @@ TEN = hpo.PackedBatch.from_lengths([10])
         (lambda: plot.gate_curve(gates.hapo_clip()), "gate_inputs: the gate 'hapo_clip' needs bounds"),
         (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, row=2), "row: expected 0 to 1"),
         (lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, labels=["a"]), "labels: expected one"),
+        (
+            lambda: plot.trajectory(OLD, OLD, A, TWO_ROWS, labels=7),
+            "labels: expected one for each of 4 tokens, got 7; p",
+        ),
+        (
+            lambda: plot.trajectory(OLD[:0], None, A[:0], NO_ROWS),
+            "batch: expected one with a row to draw, got one without rows",
+        ),
         (lambda: plot.trajectory(OLD, OLD[:4], A, TWO_ROWS), "old_logp: expected"),
         (lambda: plot.trajectory("x", OLD, A, TWO_ROWS), "logp: expected"),
         (lambda: plot.trajectory(OLD.half(), OLD, A, TWO_ROWS), "logp: expected dtype float32 or float64, got float16"),
@@ -449,6 +457,14 @@ TEN = hpo.PackedBatch.from_lengths([10])
         (lambda: plot.batch_layout(TWO_ROWS, rows=(0.0, 1.0)), "rows[0]: expected an integer, got 0.0"),
         (lambda: plot.entropy_window(H, TEN, "ares"), "window: expected one of"),
         (lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), row=1), "row: expected 0 to 0"),
+        (
+            lambda: plot.entropy_window(H[:0], NO_ROWS, hpo.entropy.ares()),
+            "batch: expected one with a row to draw, got one without rows",
+        ),
+        (
+            lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), labels=7),
+            "labels: expected one for each of 10 tokens",
+        ),
         (lambda: plot.entropy_window(H, TEN, hpo.entropy.ares(), labels="ab"), "labels: expected one for each of 10"),
         (lambda: plot.gate_curve(gates.dapo(), axes=3), "axes: expected one matplotlib Axes or None, got 3; pass"),
         (lambda: plot.batch_layout(TWO_ROWS, axes=[3]), "axes: expected one matplotlib Axes or None, got [3]; pass"),
@@ -458,6 +474,7 @@ TEN = hpo.PackedBatch.from_lengths([10])
 def test_errors_name_the_argument(draw, message):
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
         draw()
+    assert pyplot.get_fignums() == []  # no figure stays behind
 
 
 @pytest.mark.parametrize("name", plot.__all__)

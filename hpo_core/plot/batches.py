@@ -47,10 +47,10 @@ def batch_layout(
     check(has_tokens, "batch: expected a row with tokens, got {}", batch)
     first, last = (0, batch.rows) if rows is None else rows
     check(0 <= first < last <= batch.rows, "rows: expected 0 <= first < last <= {}, got {}", batch.rows, rows)
-    ax = axes_of("batch_layout", axes, (9, 3.2))
     begin, end = int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last])
     end = batch.total_tokens if last == batch.rows else end
     check(begin < end, "rows: expected rows with tokens, got {}", rows)
+    ax = axes_of("batch_layout", axes, (9, 3.2))
     names = []
     for height, (name, segments) in enumerate(_layers(batch, first, last)):
         names.append(name)

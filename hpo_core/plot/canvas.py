@@ -1,10 +1,12 @@
-"""Colours, and matplotlib where something is drawn."""
+"""Colours, checks of what several pictures take, and matplotlib where something is drawn."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..checks import require_type
+from ..batch import PackedBatch
+from ..checks import check, require_type
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +24,17 @@ def pyplot_for(function: str) -> Any:
     except ImportError as error:
         raise ImportError(f"plot.{function}: drawing needs matplotlib: pip install matplotlib") from error
     return pyplot
+
+
+def check_row(batch: PackedBatch, row: int) -> None:
+    check(batch.rows > 0, "batch: expected one with a row to draw, got one without rows; leave the picture out")
+    check(0 <= row < batch.rows, "row: expected 0 to {}, got {}", batch.rows - 1, row)
+
+
+def check_labels(labels: Sequence[str] | None, count: int) -> None:
+    several = labels is None or (hasattr(labels, "__len__") and hasattr(labels, "__getitem__"))
+    require_type(several, "labels: expected one for each of {} tokens, got {!r}; pass a list of texts", count, labels)
+    check(labels is None or len(labels) == count, "labels: expected one for each of {} tokens, got {}", count, labels)
 
 
 def title(axes: Axes, name: str) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from ..arguments import examines
 from ..batch import PackedBatch, as_batch
-from ..checks import check, require_type
+from ..checks import require_type
 from ..entropy import EntropyWindow, Window, WindowState, cover
-from .canvas import BLUE, GREEN, GREY, ORANGE, RED, axes_of, title
+from .canvas import BLUE, GREEN, GREY, ORANGE, RED, axes_of, check_labels, check_row, title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +57,7 @@ def entropy_window(
     """
     require_type(isinstance(window, EntropyWindow), "window: expected one of hpo_core.entropy, got {!r}", window)
     entropy, batch = entropy.detach(), as_batch(batch)
-    check(0 <= row < batch.rows, "row: expected 0 to {}, got {}", batch.rows - 1, row)
+    check_row(batch, row)
     state = window.fit_score(window.score(entropy, batch)) if state is None else state
     chosen = window.apply(entropy, batch, state)
     inside = cover(chosen.reshape(-1), batch, Window(window.first, window.last))
@@ -66,7 +66,7 @@ def entropy_window(
     values, score, selected, shaded = (each.reshape(-1)[begin:end].cpu() for each in drawn_tensors)
     valid = torch.ones_like(selected) if batch.mask is None else batch.mask.reshape(-1)[begin:end].cpu()
     count = end - begin
-    check(labels is None or len(labels) == count, "labels: expected one for each of {} tokens, got {}", count, labels)
+    check_labels(labels, count)
     ax = axes_of("entropy_window", axes, (min(14.0, 4.5 + 0.16 * count), 3.4))
     several = window.first != window.last
     if several:

@@ -12,7 +12,7 @@ import torch
 from ..arguments import examines
 from ..backends import resolve
 from ..batch import PackedBatch, as_batch
-from ..checks import REFERENCE, check, check_precise
+from ..checks import REFERENCE, check_precise
 from ..gates import Channel, RatioGate
 from ..prepared import PolicyLossOptions, check_options, prepare
 from ..reference.gates import Tokens, gate_tokens, read_tokens
@@ -20,7 +20,7 @@ from ..reference.hierarchy import bounds_of_tokens, combined
 from ..reference.segments import flat
 from ..reference.terms import deviation_of
 from ..specs import Head, LevelKind, PolicyLossInputs, PolicyLossSpec, TokenGate, Unit
-from .canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, pyplot_for
+from .canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, check_labels, check_row, pyplot_for
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,11 +84,11 @@ def trajectory(
     check_options(trajectory, options)
     check_precise("logp", logp)
     batch = as_batch(batch)
-    check(0 <= row < batch.rows, "row: expected 0 to {}, got {}", batch.rows - 1, row)
+    check_row(batch, row)
     entering, z, drawn, levels = _through_gates(logp, old_logp, advantages, batch, gate, row, options)
     count = entering.numel()
     words = _words_of(gate, options)
-    check(labels is None or len(labels) == count, "labels: expected one for each of {} tokens, got {}", count, labels)
+    check_labels(labels, count)
     panels = len(levels) + 2
     size = (min(14.0, 4.5 + 0.16 * count), 0.6 + 1.55 * panels)
     figure, axes = pyplot.subplots(panels, 1, figsize=size, sharex=True, layout="constrained", squeeze=False)

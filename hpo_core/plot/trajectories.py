@@ -58,7 +58,8 @@ def trajectory(
     residual (coloured) and its budget (dashed); the last one ``z``, the sum of the gated residuals, beside x. Rising
     and falling log-ratios of a gate with a split are drawn upwards and downwards. Under ``Head.CENSORED``, whose levels
     add up deviations ``|e^x - 1|``, these are drawn in the place of x. All is the definition's, in float64. Masked
-    tokens are left out.
+    tokens are left out. Drawing takes some seconds for a thousand tokens, in proportion to their number: of a long
+    answer pass a part, whose aggregates are then those of the part.
 
     Args:
         logp, old_logp, advantages, batch, gate, options: as in :func:`~hpo_core.policy_loss`; ``report`` and

@@ -45,6 +45,9 @@ def statistics(
 ) -> GroupStatistics:
     """Statistics of the group of every unit, without a gradient.
 
+    Kernels take values and weights in float32: statistics, in float64, are those of the rounded numbers, and a unit
+    whose value is beyond float32, or whose weight rounds to 0, is no member. ``backend="reference"`` keeps float64.
+
     Args:
         values: ``[U]`` floating point; a unit with a value that is not finite is no member.
         ids: ``[U]`` int32 or int64 in any order; a negative id means no group. None: one group.

@@ -210,6 +210,15 @@ def test_units_of_one_group_meet_in_the_table_in_any_order(monkeypatch):
     assert len(found) == 1
 
 
+def test_statistics_are_those_of_values_and_weights_in_float32():
+    values = torch.tensor([16777217.0, 16777217.0, 1e39, 5.0], dtype=torch.float64)
+    weights = torch.tensor([1.0, 1.0, 1.0, 1e-50], dtype=torch.float64)
+    ids = torch.tensor([0, 0, 1, 2])
+    rounded, exact = (hpo.segments.statistics(values, ids, weights=weights, backend=b) for b in (None, "reference"))
+    assert rounded.members.tolist() == [2, 2, 0, 0] and exact.members.tolist() == [2, 2, 1, 1]
+    assert rounded.mean[0] == 16777216 and exact.mean[0] == 16777217
+
+
 def test_equal_values_have_no_deviation(backend):
     values, ids = torch.full((999,), 0.1), torch.arange(999) % 4
     table = ops.group_statistics(*(each.to(testing.device_of(backend)) for each in (values, ids)), None, None, backend)

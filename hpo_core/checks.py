@@ -208,7 +208,7 @@ def _empty(name: str, tensor: torch.Tensor) -> torch.Tensor:
     about them, on a rank that has nothing, would leave the other ranks waiting for its collectives."""
     if not tensor.is_floating_point():
         return tensor
-    if name.endswith("ids") or name in ("difficulty", "scope", "uid"):
+    if name.partition("[")[0].endswith(("ids", "keys")) or name in ("difficulty", "scope", "uid"):
         return tensor.to(torch.int64)
     if name.endswith(("mask", "selected")) or name.startswith("is_"):
         return tensor.to(torch.bool)

@@ -355,6 +355,15 @@ def test_units_of_no_chain_are_in_none_whatever_their_negative_ids():
         assert cu_seqlens.tolist() == [3, 5, 6, 6, 6, 6, 6]
 
 
+def test_ids_of_no_units_may_be_the_floats_that_torch_makes_of_an_empty_list():
+    nothing = torch.tensor([])
+    for keys in ([nothing], [nothing, nothing.to(torch.int32)]):
+        found = hpo.segments.dense_ids(*keys)
+        assert (found.dtype, found.shape) == (torch.int64, (0,))
+    assert hpo.segments.chains(nothing).order.shape == (0,)
+    assert hpo.segments.statistics(nothing, nothing).mean.shape == (0,)
+
+
 def test_ids_of_names():
     """Ids of texts are fixed numbers, the same in every process; integers stay."""
     names = ["door closed", b"door closed", 7, numpy.int32(-1), numpy.zeros(2).tobytes()]

@@ -65,15 +65,19 @@ def world_size(group: ProcessGroup | None) -> int:
     return torch.distributed.get_world_size(group) if is_distributed() else 1
 
 
-def whole_groups(batch: PackedBatch, process_group: ProcessGroup | None = None) -> torch.Tensor | None:
-    """The ids of prompt groups, which the caller compares over the ranks of ``process_group`` or those of
-    :func:`spanning`; None: the batch is one group, of which a part would be a piece."""
-    otherwise = "call it on the whole batch and take the part's entries of the result"
+def whole_groups(
+    batch: PackedBatch, process_group: ProcessGroup | None = None, spans: bool = True
+) -> torch.Tensor | None:
+    """The ids of prompt groups, which the caller compares over the ranks of ``process_group``, or where it ``spans``
+    over those of :func:`spanning`; None: the batch is one group, of which a part would be a piece."""
+    otherwise = "call it on the whole batch and take the part's entries of the result; under TRL steps_per_generation=1"
     check_whole(batch, "group", "this function", otherwise)
     check(
-        "ranks" not in batch.torn or process_group is not None or ranks() is not None,
-        "batch: this function looks at whole groups, and rows of a group lie on several ranks; wrap it by "
-        "advantages.over_ranks(..., process_group, tables=True)",
+        "ranks" not in batch.torn or process_group is not None or (spans and ranks() is not None),
+        "batch: this function looks at whole groups, and rows of a group lie on several ranks; {}",
+        "wrap this function, not one that calls it: advantages.over_ranks(..., process_group, tables=True)"
+        if spans
+        else "pass process_group= if it takes one, or keep each group on one rank",
     )
     check(
         batch.group_ids is not None or not batch.is_part,

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import on_ranks
 from trainer_batches import Batch, clipped, differ, equal, integration, masked, modules
 
 import hpo_core as hpo
 from hpo_core import gates
+from hpo_core.batch import mark_torn
 from hpo_core.entropy import Selection
 from hpo_core.integrations import prompt_advantages
 from hpo_core.integrations.entropy_methods import selection_of, selection_tensors
@@ -138,12 +140,47 @@ def test_a_method_that_compares_groups_spans_the_ranks_that_they_span(monkeypatc
     mask, groups = torch.ones(2, 2).bool(), torch.tensor([3, 3])
     given = (method, mask, torch.ones(2), groups)
     whole = selection_tensors(*given, False, entropy=torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"rows of a group lie on several ranks; wrap it by advantages.over_ranks\("):
+    with pytest.raises(
+        ValueError, match=r"rows of a group lie on several ranks; wrap this function, .* advantages.over_ranks\("
+    ):
         selection_tensors(*given, True, entropy=torch.ones(2, 2))
     monkeypatch.setattr("hpo_core.distributed.ranks", lambda: "all ranks")
     monkeypatch.setattr("hpo_core.distributed.gather", lambda own, *_: [own])
     spanned = selection_tensors(*given, True, entropy=torch.ones(2, 2))
     assert torch.equal(spanned["selection_advantage_factor"], whole["selection_advantage_factor"])
+
+
+def spanning_methods(rank):
+    """The masks of methods that take the process group, of groups that a batch is told to share with other ranks."""
+    group, advantages = torch.distributed.group.WORLD, torch.ones(2)
+
+    def of_group(entropy, batch, process_group):
+        asked = {"scope": "group", "expand": True, "process_group": process_group}
+        return Selection(entropy > hpo.entropy.quantiles(entropy, batch, "0.5", **asked))
+
+    def windows(entropy, batch, process_group):
+        return Selection(hpo.entropy.ares_windows(entropy, batch, width=1, process_group=process_group))
+
+    def hicra(entropy, advantages, batch, process_group):
+        return Selection(hpo.entropy.hicra_tokens(entropy, advantages, batch, process_group=process_group))
+
+    mask, groups, entropy = torch.ones(2, 2).bool(), torch.tensor([3, 3]), torch.tensor([[0.1, 0.2], [0.3, 0.4]])
+    found = []
+    for method in (of_group, windows, hicra):
+        given = (method, mask, advantages, groups)
+        spanned, own = (selection_tensors(*given, each, entropy=entropy, process_group=group) for each in (True, False))
+        found.append(torch.equal(spanned["token_mask"], own["token_mask"]))
+    return found
+
+
+def test_methods_with_a_process_group_span_groups():
+    assert on_ranks(1, spanning_methods) == [[True, True, True]]
+
+
+def test_new_groups_are_those_of_one_rank():
+    batch = hpo.PackedBatch.from_lengths([1, 1], group_ids=torch.tensor([3, 3]))
+    mark_torn(batch, "ranks")
+    assert batch.torn == ("ranks",) and batch.replace(group_ids=torch.tensor([0, 1])).torn == ()
 
 
 def test_a_filter_of_single_tokens_does_not_part_a_turn():

@@ -214,6 +214,39 @@ def test_segments_of_several_completions_are_not_torn(extra, tmp_path):
         build(hpo_trl.HPOTrainer, tmp_path, extra=extra)
 
 
+def test_a_level_of_domains_alone_is_not_torn(tmp_path):
+    gate = hpo.gates.RatioGate(
+        "of domains", hpo.gates.Identity(), (hpo.gates.Level(hpo.gates.Tanh(0.1), unit=hpo.gates.Unit.DOMAIN),)
+    )
+    with pytest.raises(ValueError, match="steps_per_generation: expected 1, got 4"):
+        build(hpo_trl.HPOTrainer, tmp_path, extra={"gate": gate, "domain": "kind"})
+
+
+def test_pieces_of_groups_are_known_in_training_and_evaluation(tmp_path):
+    """A rollout of 64 completions, 8 of a prompt, in four micro-batches; evaluation has 2 of a prompt, in order."""
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, num_generations_eval=2)
+    assert trainer._torn_levels(16) == ("group", "domain")
+    trainer.model.eval()
+    assert trainer._torn_levels(6) == () and trainer._torn_levels(5) == ("ranks",)
+    whole = build(hpo_trl.HPOTrainer, tmp_path, steps_per_generation=1)
+    assert whole._torn_levels(16) == () and whole._torn_levels(6) == ("ranks",)
+
+
+def test_methods_that_compare_completions_ask_whether_processes_share_prompts(tmp_path):
+    def method(entropy, advantages, batch):
+        return hpo.entropy.Selection(
+            advantage_factor=hpo.entropy.ettrl(advantages, entropy, batch)[batch.row_of_token()]
+        )
+
+    trainer = build(hpo_trl.HPOTrainer, tmp_path, extra={"entropy": method})
+    prompts = [{"prompt": "abcdefgh="}] * 8 + [{"prompt": "aaaaaaaa="}] * 8
+    output = trainer._generate_and_score_completions(prompts)
+    assert torch.equal(output["group_ids"], torch.arange(16) // 8) and "selection_advantage_factor" in output
+    trainer._generations = lambda: 32
+    with pytest.raises(ValueError, match="rows of a group lie on several ranks"):
+        trainer._generate_and_score_completions(prompts)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_gate_inputs_do_not_compare_pieces_of_groups(micro_batches, tmp_path):
     """A function that compares a prompt's completions is refused where a micro-batch has some of them."""

@@ -148,7 +148,9 @@ def refused_by_row():
     ]
     ppo = ("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold")
     grpo = {"advantage": hpo.advantages.grpo}
+    of_groups = {"gate": hpo.gates.reconstructed.fiberpo_domain(), "domain": "kind"}
     return {
+        "steps_per_generation": [(of_groups, {"steps_per_generation": 2})],
         "importance_sampling_level": [({}, {**SEQUENCE, "loss_type": kind}) for kind in ("sapo", "vespo")],
         "vllm_importance_sampling_correction": [({}, {"loss_type": "vespo", "use_vllm": True})],
         "use_bias_correction_kl": [({}, {**SEQUENCE, "beta": 0.1})],

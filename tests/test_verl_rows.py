@@ -143,6 +143,30 @@ def test_methods_know_prompts_and_how_many_rollouts_came_before():
         close(found, expected(batch, gates.ppo_clip(), chosen))
 
 
+def of_prompts(advantages, entropy, batch):
+    return hpo.entropy.ettrl(advantages[batch.cu_seqlens[:-1]], entropy, batch)[batch.row_of_token()]
+
+
+def test_what_compares_prompts_has_them_whole(monkeypatch):
+    """A method is refused where ranks share a prompt, gate inputs in every micro-batch: verl cuts them anywhere."""
+
+    def method(entropy, advantages, batch):
+        return hpo.entropy.Selection(advantage_factor=of_prompts(advantages, entropy, batch))
+
+    def inputs(logp, advantages, batch):
+        return gates.GateInputs(token_mask=of_prompts(advantages, -logp, batch) > 0)
+
+    batch = Rollout()
+    hpo_verl.register("hpo_compares", gates.ppo_clip(), entropy=method)
+    updated(batch, actor("hpo_compares", loss_agg_mode="token-mean"), SPLITS["any"])
+    monkeypatch.setattr(selection.module(), "ranks_of_groups", lambda *_: {"prompt 0": [2, 2]})
+    with pytest.raises(ValueError, match="whole groups, and rows of a group lie on several ranks"):
+        updated(batch, actor("hpo_compares", loss_agg_mode="token-mean"), SPLITS["any"])
+    hpo_verl.register("hpo_compares_in_parts", gates.capo(), gate_inputs=inputs)
+    with pytest.raises(ValueError, match="whole groups, and another part has rows of a group"):
+        updated(batch, actor("hpo_compares_in_parts", loss_agg_mode="token-mean"), SPLITS["any"])
+
+
 def test_tokens_without_an_advantage_are_not_clipped_beside_a_method():
     """As without one, and as in verl's own losses."""
     batch, fractions = Rollout(), []
@@ -404,13 +428,12 @@ class Queue:
 def shared_out(monkeypatch, queue, ranks, mode="hpo_groups", **fields):
     """The prompts of the micro-batches of each rank, and what the trainer logs."""
     micro_batch, metrics = fields.get("ppo_micro_batch_size_per_gpu", 4), {}
-    actor_config = types.SimpleNamespace(
-        policy_loss={"loss_mode": mode}, use_dynamic_bsz=False,
-        **{"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 4, **fields},
-    )  # fmt: skip
+    warmup = fields.pop("critic_warmup", 0)
+    sizes = {"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 4, "use_dynamic_bsz": False}
+    actor_config = types.SimpleNamespace(policy_loss={"loss_mode": mode}, **{**sizes, **fields})
     of_actor = types.SimpleNamespace(actor=actor_config, rollout=types.SimpleNamespace(n=4))
     trainer = types.SimpleNamespace(
-        config=types.SimpleNamespace(actor_rollout_ref=of_actor, trainer=types.SimpleNamespace(critic_warmup=0)),
+        config=types.SimpleNamespace(actor_rollout_ref=of_actor, trainer=types.SimpleNamespace(critic_warmup=warmup)),
         actor_rollout_wg=types.SimpleNamespace(_dispatch_info={"actor": [*range(ranks)]}),
         tokenizer=types.SimpleNamespace(eos_token_id=2), global_steps=1, use_critic=False,
     )  # fmt: skip
@@ -438,8 +461,18 @@ def test_v1_gives_ranks_whole_prompts_where_the_gate_has_a_level_of_them(ranks, 
             assert not parted(parts)
             spread = metrics["global_seqlen/balanced_max"] - metrics["global_seqlen/balanced_min"]
             assert spread <= 4 * 500  # a prompt's, of 4,000 tokens and more that a rank has
-    other, _ = shared_out(monkeypatch, Queue([4] * 8), 2, mode="hpo_ppo_clip")
-    assert parted(other)
+    for changed in ({"mode": "hpo_ppo_clip"}, {"critic_warmup": 5}):  # a critic has no groups
+        other, _ = shared_out(monkeypatch, Queue([4] * 8), 2, **changed)
+        assert parted(other)
+
+
+def test_prompts_of_different_numbers_of_rows_are_packed_by_room_where_work_leaves_none(monkeypatch):
+    hpo_verl.register("hpo_groups", GROUPS)
+    sizes = {"ppo_mini_batch_size": 3, "ppo_micro_batch_size_per_gpu": 6}
+    parts, _ = shared_out(monkeypatch, Queue([3, 3, 2, 2, 2]), 2, **sizes)
+    assert not parted(parts) and len(parts) == 2
+    whole, _ = shared_out(monkeypatch, Queue([3, 3, 2]), 1, ppo_mini_batch_size=2, use_dynamic_bsz=True)
+    assert [len({*part}) for part in (whole[0] + whole[1],)] == [3]
 
 
 def test_a_rank_trains_on_prompts_in_the_order_of_the_batch(monkeypatch):

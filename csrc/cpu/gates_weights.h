@@ -124,8 +124,9 @@ struct RowFactors {
 
 inline bool corrects_rows(const PolicyLossArgs& args) { return args.correction.of_rows > 0; }
 
-// Compute the factors of this row, if it lies in one chunk; and of all rows of this chunk that do.
+// Computes the factors of this row, if it lies in one chunk.
 void correct_row(const PolicyLossArgs& args, const Rows& rows, int64_t row);
+// Computes those of all rows that lie in this chunk.
 void correct_rows(const PolicyLossArgs& args, const Rows& rows, int64_t chunk);
 
 }  // namespace hpo::HPO_ISA

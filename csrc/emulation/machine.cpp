@@ -26,7 +26,12 @@ void Machine::run_threads() {
 
 void run_kernel(const char* name, dim3 grid, dim3 block, size_t dynamic_bytes, bool together, void (*call)(void*),
                 void* closure) {
-  machine.launch(name, grid, block, dynamic_bytes, together, call, closure);
+  try {
+    machine.launch(name, grid, block, dynamic_bytes, together, call, closure);
+  } catch (...) {
+    end_call();  // which no cudaGetLastError does
+    throw;
+  }
 }
 bool refuses_launch() {
   const char* place = std::getenv("HPO_EMULATION_REFUSED");

@@ -118,10 +118,9 @@ def check_whole(batch: PackedBatch, level: str, reader: str, otherwise: str) -> 
     )
 
 
-def mark_torn(batch: PackedBatch, *levels: str) -> PackedBatch:
-    """The batch, from now on a piece of something, as its maker knows; see ``PackedBatch.torn``."""
-    object.__setattr__(batch, "torn", levels)
-    return batch
+def mark_torn(batch: PackedBatch, *levels: str) -> None:
+    """Marks a batch as one with pieces of these levels, see ``PackedBatch.torn``: its maker knows of other parts."""
+    object.__setattr__(batch, "torn", (*batch.torn, *levels))
 
 
 def part_of(batch: PackedBatch, index: torch.Tensor, is_part: bool, torn: tuple[str, ...]) -> MicroBatch:

@@ -394,7 +394,8 @@ class PackedBatch(Immutable):
         result = PackedBatch(**tensors, total_tokens=self.total_tokens, validate=validate)
         object.__setattr__(result, "padded_shape", padded)
         object.__setattr__(result, "is_part", self.is_part)
-        kept = tuple(level for level in self.torn if f"{level}_ids" not in changed)
+        named = {"ranks": "group_ids", "group": "group_ids", "domain": "domain_ids"}
+        kept = tuple(level for level in self.torn if named[level] not in changed)
         object.__setattr__(result, "torn", kept)
         return result
 

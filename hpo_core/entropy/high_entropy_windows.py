@@ -60,7 +60,7 @@ def ares_windows(
     means = window_aggregate(entropy, batch, Window.forward(width), backend=backend)
     measured = means if of_windows else entropy
     of_rows = quantiles(measured, batch, quantile, scope="row", rule=OrderRule.LINEAR, backend=backend)
-    groups = whole_groups(batch, process_group)
+    groups = whole_groups(batch, process_group, spans=False)
     ids = torch.zeros_like(batch.cu_seqlens[1:]) if groups is None else groups.to(torch.int64)
     threshold = _fitted_in_order(of_rows, ids, process_group, backend).at(ids)
     of_group = torch.where(threshold.members > 0, threshold.mean.to(means.dtype), torch.inf)

@@ -271,7 +271,7 @@ def _scoping(
     if scope == "trajectory" and batch.trajectory_ids is not None:
         return _Scoping(batch.cu_seqlens, *_numbers(batch.trajectory_ids, group, names_may_be_negative=True), None)
     if scope == "group":
-        groups = whole_groups(batch, group)
+        groups = whole_groups(batch, group, spans=False)
         check(groups is not None, "scope: 'group' needs group_ids in the batch")
         assert groups is not None
         return _Scoping(batch.cu_seqlens, *_numbers(groups, group), None)

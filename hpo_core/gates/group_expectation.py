@@ -39,7 +39,7 @@ def gepo_old_logp(old_logp: torch.Tensor, batch: PackedBatch | torch.Tensor) -> 
     batch = as_batch(batch)
     check_precise("old_logp", old_logp)
     check_tokens(batch, old_logp=old_logp)
-    groups = whole_groups(batch)
+    groups = whole_groups(batch, spans=False)
     check(groups is not None, "batch: GEPO compares a prompt's responses; pass group_ids [S] to PackedBatch")
     assert groups is not None
     valid, given = valid_tokens(batch), old_logp.detach()

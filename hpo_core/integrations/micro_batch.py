@@ -32,7 +32,7 @@ def lower_epsilon(low: float) -> float:
     >>> lower_epsilon(0.2), lower_epsilon(10.0)
     (0.2, 1.0)
     """
-    return min(low, 1.0)
+    return 1.0 if isinstance(low, int | float) and low > 1 else low  # others are refused by the gate
 
 
 def token_clip(low: float, high: float, ratio_dual: float | None = None) -> RatioGate:

@@ -289,7 +289,8 @@ class HPOMixin(_Trainer):  # type: ignore[misc]
         loss = self._policy_loss(logps, entropies.detach(), inputs, aux_loss)
         metrics, accumulated = self._metrics["train" if self.model.training else "eval"], self._accumulated()
         if self._hpo.entropy_penalty is not None:
-            batch = PackedBatch.from_padded(mask_of(inputs))
+            batch = PackedBatch.from_padded(mask_of(inputs), group_ids=inputs.get("group_ids"))
+            mark_torn(batch, *self._torn_levels(batch.rows))
             weights = weights_of(self, batch, inputs, accumulated)
             taken = {"entropy": entropies.flatten(), "batch": batch, "weights": weights}
             penalty = penalty_of(self._hpo.entropy_penalty, seed=self.state.global_step, **taken)

@@ -26,7 +26,7 @@ except ImportError as error:
     ) from error
 
 from .. import advantages, aggregation, gates
-from ..batch import PackedBatch
+from ..batch import PackedBatch, mark_torn
 from ..checks import check, require_type
 from ..entropy import EntropyWindow
 from ..gates import RatioGate
@@ -209,6 +209,8 @@ def _policy_loss(
     selection, entropy = micro_batch.selection() if loss.entropy is not None else None, micro_batch.entropy
     group_ids = micro_batch.group_ids(loss.name, response_mask.device) if Unit.GROUP in gate.units else None
     batch = padded_rows(response_mask, gate, group_ids)
+    if group_ids is None:  # verl parts the answers to a prompt
+        mark_torn(batch, "group", "domain")
     given = None
     if loss.gate_inputs is not None:
         given = made_inputs(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -77,18 +77,34 @@ def whole_prompts(prompts: Sequence[str], workloads: Sequence[int], ranks: int, 
         rows[prompt].append(row)
     work = {prompt: sum(workloads[row] for row in of_prompt) for prompt, of_prompt in rows.items()}
     number = len(workloads) // (ranks * size)
-    places = [[size] * number for _ in range(ranks)]
-    loads, given = [0] * ranks, [list[list[int]]() for _ in range(ranks)]
-    for prompt in sorted(rows, key=lambda each: (-len(rows[each]), -work[each])):
-        having_room = [rank for rank in range(ranks) if max(places[rank]) >= len(rows[prompt])]
-        if not having_room:
-            return None
-        rank = min(having_room, key=loads.__getitem__)
-        _take_first(places[rank], len(rows[prompt]))
-        loads[rank] += work[prompt]
-        given[rank].append(rows[prompt])
+    order = sorted(rows, key=lambda each: (-len(rows[each]), -work[each]))
+    given = None
+    for by_work in (True, False):  # where prompts differ in rows, the least loaded rank may leave a later one no room
+        given = given or _ranks_of(order, rows, work, [[size] * number for _ in range(ranks)], by_work)
+    if given is None:
+        return None
     added = iter(range(len(prompts), len(workloads)))
     return [_in_micro_batches(of_rank, number, size, added) for of_rank in given]
+
+
+def _ranks_of(
+    order: Sequence[str], rows: Mapping[str, list[int]], work: Mapping[str, int], places: list[list[int]], by_work: bool
+) -> list[list[list[int]]] | None:
+    """The prompts of each rank: the next one goes to the rank with the least work, or with the tightest place."""
+    loads, given = [0] * len(places), [list[list[int]]() for _ in places]
+    for prompt in order:
+        needed = len(rows[prompt])
+        having_room = [rank for rank, free in enumerate(places) if max(free) >= needed]
+        if not having_room:
+            return None
+        if by_work:
+            rank = min(having_room, key=loads.__getitem__)
+        else:
+            rank = min(having_room, key=lambda each: min(free for free in places[each] if free >= needed))
+        _take_tightest(places[rank], needed)
+        loads[rank] += work[prompt]
+        given[rank].append(rows[prompt])
+    return given
 
 
 def _in_micro_batches(groups: list[list[int]], number: int, size: int, added: Iterator[int]) -> list[int]:
@@ -96,11 +112,11 @@ def _in_micro_batches(groups: list[list[int]], number: int, size: int, added: It
     updates. They take the places that :func:`whole_prompts` found, because places depend on numbers of rows alone."""
     places, parts = [size] * number, [list[int]() for _ in range(number)]
     for group in sorted(groups, key=lambda each: (-len(each), each[0])):
-        parts[_take_first(places, len(group))].extend(group)
+        parts[_take_tightest(places, len(group))].extend(group)
     return [row for part in parts for row in (*part, *(next(added) for _ in range(size - len(part))))]
 
 
-def _take_first(places: list[int], needed: int) -> int:
-    at = next(at for at, free in enumerate(places) if free >= needed)
+def _take_tightest(places: list[int], needed: int) -> int:
+    at = min((at for at, free in enumerate(places) if free >= needed), key=places.__getitem__)
     places[at] -= needed
     return at

@@ -70,8 +70,9 @@ class MicroBatch(NamedTuple):
             not parted,
             "loss_mode: the gate of {!r} has a level of prompt groups, and a micro-batch has {} of the {} answers to "
             "prompt {}; set actor.shuffle=False, actor.use_dynamic_bsz=False, actor.ppo_micro_batch_size_per_gpu to a "
-            "multiple of rollout.n, with trainer.use_v1=False trainer.balance_batch=False; with trainer.use_v1=True "
-            "register it in a module of VERL_USE_EXTERNAL_MODULES, which the driver imports, too",
+            "multiple of rollout.n (a larger one where prompts differ in rows), with trainer.use_v1=False "
+            "trainer.balance_batch=False; with trainer.use_v1=True register it in a module of "
+            "VERL_USE_EXTERNAL_MODULES, which the driver imports, too",
             loss,
             *(parted[0] if parted else ()),
         )
@@ -168,8 +169,9 @@ def _add_selection(method: MakesSelection, mode: str, data: Any, ranks: Any, see
     given = data.select(*_NEEDED).to_padded_tensor()
     mask = given["response_mask"] != 0
     group_ids = ids_of(map(str, data["uid"]), mask.device) if "uid" in data else None
-    filled = mask.any(1).tolist()
-    spans = "uid" in data and any(len(each) > 1 for each in ranks_of_groups(data["uid"], filled, ranks).values())
+    # Without prompts all rows are one group.
+    prompts = [*data["uid"]] if "uid" in data else [""] * len(mask)
+    spans = any(len(each) > 1 for each in ranks_of_groups(prompts, mask.any(1).tolist(), ranks).values())
     found = selection_tensors(
         method, mask, given["advantages"], group_ids, spans, entropy=given["entropy"].float(),
         logp=given["old_log_probs"], process_group=ranks, seed=seed,

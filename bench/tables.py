@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench_presets import SHORT
 from gpu_tables import table
 from report import digits
 
-SHORT = ", short rows, "  # in the names of cases
 TABLES = {
     "token_logprobs": ("eager", "torch.compile", "TRL", "verl", "verl, entropy in chunks"),
     "linear_token_logprobs": (

@@ -70,8 +70,8 @@ def whole_groups(
 ) -> torch.Tensor | None:
     """The ids of prompt groups, which the caller compares over the ranks of ``process_group``, or where it ``spans``
     over those of :func:`spanning`; None: the batch is one group, of which a part would be a piece."""
-    otherwise = "call it on the whole batch and take the part's entries of the result; under TRL steps_per_generation=1"
-    check_whole(batch, "group", "this function", otherwise)
+    otherwise = "call it on the whole batch and take the part's entries of the result"
+    check_whole(batch, "group", "this function", otherwise + "; under TRL set steps_per_generation=1")
     check(
         "ranks" not in batch.torn or process_group is not None or (spans and ranks() is not None),
         "batch: this function looks at whole groups, and rows of a group lie on several ranks; {}",

@@ -49,7 +49,7 @@ void run_kernel(const char* name, dim3 grid, dim3 block, size_t dynamic_bytes, b
 // Whether HPO_EMULATION_REFUSED names the place of this launch in its call.
 bool refuses_launch();
 bool has_refused_launch();  // in the call so far
-void end_call();
+void end_call();  // the next launch is the first of a call
 // Multiprocessors of the device. Each holds one block of a cooperative launch, but a quarter are taken by other kernels.
 int processors();
 

@@ -210,7 +210,7 @@ def _policy_loss(
     group_ids = micro_batch.group_ids(loss.name, response_mask.device) if Unit.GROUP in gate.units else None
     batch = padded_rows(response_mask, gate, group_ids)
     if group_ids is None:  # verl parts the answers to a prompt
-        mark_torn(batch, "group", "domain")
+        mark_torn(batch, "group")
     given = None
     if loss.gate_inputs is not None:
         given = made_inputs(

@@ -57,7 +57,7 @@ def trajectory(
     the aggregate of each level; then each level, from the coarsest to the tokens, its residual (grey), the gated
     residual (coloured) and its budget (dashed); the last one ``z``, the sum of the gated residuals, beside x. Rising
     and falling log-ratios of a gate with a split are drawn upwards and downwards. Under ``Head.CENSORED``, whose levels
-    add up deviations ``|e^x - 1|``, these are drawn in the place of x. All is the definition's, in float64. Masked
+    add up deviations ``|e^x - 1|``, the panels have these instead of x. All is the definition's, in float64. Masked
     tokens are left out. Drawing takes some seconds for a thousand tokens, in proportion to their number: of a long
     answer pass a part, whose aggregates are then those of the part.
 
